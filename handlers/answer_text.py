@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
-"""What a decoder writes for the first bytes of a character whose last bytes are still to come."""
+"""What a decoder writes for an incomplete character."""
 MOST_BYTES = 4
 """The most bytes of a character. Each may be a token."""
 MOST_HELD = 16
-"""The most tokens that wait for the end of a character. Bytes that are no character do not hold up the rest."""
+"""The most tokens that wait for the end of a character. After them, the text goes on even if their bytes are no valid character."""
 
 
 class TextStream:
     """The text of one sequence. A token may be a part of a character, or begin with a space that it has only after another
-    token. So new tokens are decoded together with the last ones.
+    token. So new tokens are decoded together with the tokens before them.
     """
 
     def __init__(
@@ -26,14 +26,14 @@ class TextStream:
         with_stop: bool = False,
         least: int = 0,
     ) -> None:
-        """`after` are the tokens before the text. `with_stop` keeps the stop string at the end of the text. A stop string that the first
-        `least` tokens end is ignored, as in vLLM.
+        """`after` are the tokens before the text. `with_stop` keeps the stop string at the end of the text. A stop string that ends within
+        the first `least` tokens is ignored, as in vLLM.
         """
         self._decode, self._stops, self._with_stop, self._least = decode, tuple(stops), with_stop, least
         self._last: list[int] = [*after[-MOST_HELD:]]
         self._new: list[int] = []
         self._begun = ""
-        """The first bytes of a character with which the tokens before the text end, as the decoder writes them."""
+        """The decoder's text for an incomplete character at the end of the tokens before the text."""
         self._begin()
         self._held = ""
         """Text that may be the beginning of a stop string."""
@@ -50,13 +50,13 @@ class TextStream:
                 return
 
     def push(self, token: int) -> str:
-        """Add a token, and return the text that is certain now. After a stop string, there is none."""
+        """Add a token, and return the text that later tokens cannot change. Return "" after a stop string."""
         self._least -= 1
         self._new.append(token)
         known, text = self._decode(self._last), self._decode(self._last + self._new)
         if len(text) <= len(known):
             if len(self._new) > MOST_HELD:
-                # Tokens without text, such as the ends of sequences. Not all of them need to be decoded again.
+                # Drop tokens without text, such as the ends of sequences. Otherwise each call would decode all of them again.
                 del self._new[0]
             return ""
         if text.endswith(UNFINISHED) and len(self._new) < MOST_HELD:
@@ -65,7 +65,7 @@ class TextStream:
         return self._without_stop(self._after_prompt(text[len(known) :]))
 
     def finish(self) -> str:
-        """Return the rest of the text, without a character whose end was not made."""
+        """Return the rest of the text, without an incomplete character at its end."""
         if self.stopped is not None:
             return ""
         known = self._decode(self._last)
@@ -75,14 +75,14 @@ class TextStream:
         return rest + held
 
     def _after_prompt(self, text: str) -> str:
-        """Return the text without a character that belongs to the tokens before it."""
+        """Return the text without the incomplete character before it, if the new tokens have not completed this character."""
         begun, self._begun = self._begun, ""
         return text.removeprefix(begun)
 
     def _without_stop(self, text: str) -> str:
         if not self._stops or self.stopped is not None:
             return text if self.stopped is None else ""
-        # A stop string within the held text was ignored.
+        # Find only stop strings that end in the new text. A stop string that ends in `self._held` was ignored because of `least`.
         held, text = len(self._held), self._held + text
         found = [
             (at, stop)

@@ -19,9 +19,9 @@ SAFETENSORS_TYPE = "application/vnd.safetensors"
 TENSORS_TYPE = "application/vnd.oip"
 """The media type of the tensors of `tensors.py` as bytes. Its parameter `header` is the length of their JSON header.
 
-In an Accept header, the parameters `binary` and `json` have the names of the outputs to send, as bytes or in the JSON
-header: percent-encoded and separated by commas, or * for all. The parameter `fields` is a percent-encoded JSON object,
-whose fields come before the outputs.
+In an Accept header, the parameter `binary` names the outputs to send as bytes, and `json` the outputs to send in the JSON
+header. The names are percent-encoded and separated by commas; * means all outputs. The parameter `fields` is a
+percent-encoded JSON object, whose fields come before the outputs.
 """
 # numpy's reader evaluates a header as a Python literal and builds a dtype from it, which can raise these exceptions.
 _MALFORMED = (ValueError, TypeError, SyntaxError, TokenError, KeyError, AttributeError, IndexError,

@@ -1,4 +1,4 @@
-"""Names the caller of the present thread or task, for parts of a handler that callers share, such as the rows of a language model."""
+"""Tells the parts of a handler that callers share, such as the rows of a language model, for which call the present thread or task works."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import NamedTuple
 NORMAL = 3
 """The priority of calls that ask for none. 1 is served first, 5 last."""
 PRIORITIES = 5
-"""A request of a language model has a priority among calls of one priority: 0, which is served first, to PRIORITIES - 1."""
+"""The number of priorities of requests to a language model: 0, which is served first, to PRIORITIES - 1. They order only
+requests whose calls have the same priority.
+"""
 
 
 class CallOrigin(NamedTuple):
     """The tenant and the priority of a call."""
 
     tenant: str = ""
-    """Differs between tenants of the gateway, and tells nothing of them; "" for callers without an API key."""
+    """A text that differs between the tenants of the gateway and does not identify them; "" for callers without an API key."""
     priority: int = NORMAL
 
     def rank(self, priority: int) -> int:
-        """Return the order of a sequence whose request has this priority among calls of one priority. A lower number is served first."""
+        """Return the order of a sequence: by the priority of its call, then by the `priority` of its request. A lower number is served first."""
         return (self.priority - NORMAL) * PRIORITIES + priority
 
 

@@ -88,7 +88,7 @@ class OutputCodec(_Codec):
     """Encodes answers of the annotated type. Without an annotation, any JSON value and bytes are accepted."""
 
     _mode = "serialization"
-    # The tensors of the annotation, once an answer was sent as such.
+    # The tensors that the annotation declares. They are read when an answer is first sent as tensors.
     _tensors: Mapping[str, Any] | None = None
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
@@ -193,7 +193,7 @@ def _bad_json(why: str) -> BadInput:
 
 
 def input_error(error: ValidationError) -> BadInput | InputInvalid:
-    """Return the error for an input that pydantic refused. It names the path of each wrong field."""
+    """Return the error for an input that pydantic refused. The error names the path of each wrong field."""
     text, problems = _problems(error, "input")
     if problems[0]["type"] == "json_invalid":
         return _bad_json(problems[0]["problem"].removeprefix("Invalid JSON: "))
@@ -242,7 +242,7 @@ def _dumped_with_long_integers(plain: Any, error: Exception) -> bytes:
 
 
 def _fragments(value: Any) -> Any:
-    """Return a value in which fragments of JSON replace the integers of over 64 bits, except in models, which write themselves."""
+    """Return a value in which fragments of JSON replace the integers of over 64 bits. Models are not changed."""
     if isinstance(value, dict):
         return {key: _fragments(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

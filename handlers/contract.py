@@ -130,7 +130,7 @@ def _examples(example: Any) -> tuple[Any, ...]:
 
 
 class Cancellation:
-    """Holds a flag that is set when the caller of an invocation goes away. Any thread may read it."""
+    """A flag that is set when the caller of an invocation goes away. Any thread may read it."""
 
     __slots__ = ("flag",)
 
@@ -139,7 +139,7 @@ class Cancellation:
 
 
 class Host(Protocol):
-    """The worker as its handler sees it. `channel` identifies an invocation. Any thread may use it."""
+    """The worker as its handler sees it. `channel` identifies an invocation. Any thread may call the methods."""
 
     def progress(self, channel: int, value: Any) -> None: ...
     def metrics(self, channel: int, values: Mapping[str, Any]) -> None: ...
@@ -148,9 +148,9 @@ class Host(Protocol):
 
 
 class PieceExchange(Protocol):
-    """The pieces that an async handler and its caller exchange while the handler runs. Only the event loop uses it.
+    """The pieces that an async handler and its caller exchange while the handler runs. Only the event loop uses them.
 
-    A dialect whose callers hold a connection open uses it (`Handler.exchanges`), such as the dialect of ASGI apps.
+    Dialects whose callers keep a connection open have such exchanges (`Handler.exchanges`), for example the dialect of ASGI apps.
     """
 
     follows: bool
@@ -161,7 +161,7 @@ class PieceExchange(Protocol):
     """Called when `gone` becomes true."""
 
     async def send(self, piece: bytes) -> bool:
-        """Send a piece of the output, once the caller has read most pieces before. Return False if the caller has gone.
+        """Wait until the caller has read most earlier pieces, and send a piece of the output. Return False if the caller has gone.
 
         A piece has at most PIECE_BYTES (runtime/calls/link/stream_credit.py).
         """
@@ -217,8 +217,8 @@ class Context:
         return cls(first.function, first.revision, state=first.state, invocation_id=first.id, items=items)
 
     def limit(self, deadline_s: float) -> None:
-        """Set the deadline, in monotonic seconds. It is set at the handler call, because a job's time counts from
-        there.
+        """Set the deadline, in monotonic seconds. The worker calls this when it calls the handler, because a job's time
+        counts from the handler call.
         """
         self._deadline_s = deadline_s
 
@@ -244,7 +244,7 @@ class Context:
     def progress(self, value: Any) -> None:
         """Report the invocation's progress, as any JSON value. The job's status shows the latest report.
 
-        It may be called often and from any thread. Without an invocation, as in `setup`, it does nothing.
+        Any thread may call this, and often. Without an invocation, as in `setup`, this does nothing.
         """
         for context in self.items:
             context.progress(value)

@@ -31,7 +31,7 @@ class LenientOutput(OutputCodec):
 def awaited(output: Any) -> Any:
     """Return `output` or, if it is awaitable, its result. An awaitable runs in a new event loop of this thread.
 
-    The thread's own loop stays as it was. After `asyncio.run`, `asyncio.get_event_loop()` would raise.
+    The thread's own event loop stays set. `asyncio.run` would remove it, and a later `asyncio.get_event_loop()` would raise.
     """
 
     async def run() -> Any:

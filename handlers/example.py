@@ -10,7 +10,7 @@ from typing import Any
 
 MAX_DEPTH = 8
 MAX_VALUES = 256
-"""The most values in an example. The schemas are the functions' own, and the gateway makes the examples."""
+"""The most values in an example. It limits the gateway's work for a schema, which the author of the function chooses."""
 MAX_ITEMS = 8
 MAX_TEXT_CHARS = 64
 MAX_CHARS = 4096

@@ -69,8 +69,8 @@ def locate(error: BaseException, root: Path) -> tuple[str, int]:
 def locate_frame(frame: FrameType | None, root: Path) -> dict[str, Any]:
     """Return the position of the stack of `frame`: `file` and `line` in the user's folder `root`, and the called function.
 
-    `file` is the outermost file in `root`, which is usually the handler's file. `inside` is the innermost function of
-    the stack.
+    `file` is the outermost file in `root`, which is usually the handler's file. `inside` names the innermost function of
+    the stack; it is "" if this function is at `line` of `file`.
     """
     stack = list(traceback.walk_stack(frame))
     own = [(name, line) for one, line in stack if (name := _relative(one.f_code.co_filename, root))]
@@ -92,7 +92,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if any(kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in kinds):
         return True
     text = _text(error).lower() if isinstance(error, RuntimeError) else ""
-    # The last one is cuBLAS's and cuDNN's.
+    # cuBLAS and cuDNN report `status_alloc_failed`.
     return any(words in text for words in ("out of memory", "can't allocate memory", "status_alloc_failed"))
 
 
@@ -176,7 +176,7 @@ def user_frames(stack: Iterable[traceback.FrameSummary], root: Path) -> list[tra
         if not frame.filename.startswith(PACKAGE_FOLDER) and "importlib" not in frame.filename
     ]
     for frame in frames:
-        # The frame reads its line at the first use, and needs the whole path for this.
+        # Use `frame.line` before the path becomes shorter: the frame reads the line of source at the first use, from this path.
         if frame.line is not None and not _relative(frame.filename, root):
             frame.filename = _importable(frame.filename)
     return frames

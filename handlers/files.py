@@ -47,7 +47,7 @@ class InputFiles(ExitStack):
     """The files of one invocation's input, which are deleted on exit.
 
     `remaining_ms` returns the time until the invocation's deadline, or None if there is no deadline. `known` maps URLs
-    to the paths of files on this machine, which the gateway holds for the caller.
+    to the paths of files on this machine, which the gateway has stored for the caller.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class InputFiles(ExitStack):
         return path
 
     def _temporary(self, suffix: str) -> tuple[IO[bytes], Path]:
-        """Return a new file, open for writing, and its path. It is deleted with the other files."""
+        """Return a new file, open for writing, and its path. The file is deleted on exit."""
         descriptor, name = tempfile.mkstemp(prefix="pilotflame-", suffix=suffix)
         self.callback(Path(name).unlink, missing_ok=True)
         return os.fdopen(descriptor, "wb"), Path(name)

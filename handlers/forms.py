@@ -16,7 +16,7 @@ _HEAD_END = b"\r\n\r\n"
 
 
 class FormField(NamedTuple):
-    """The headers of a field. `file` and `content_type` are "" without their headers."""
+    """The headers of a field. `file` is "" without a file name, and `content_type` is "" without the header Content-Type."""
 
     name: str
     file: str
@@ -34,7 +34,7 @@ class FormParser:
         if not boundary:
             raise _malformed()
         self._delimiter = b"\r\n--" + boundary
-        # The first boundary need not have a line break before it.
+        # Begin with a line break for the delimiter, because the first boundary need not have one.
         self._left = b"\r\n"
         self._fields, self._most_fields = 0, most_fields
         self._in_head = self._complete = False
@@ -52,7 +52,7 @@ class FormParser:
                 at, self._in_head = end + len(_HEAD_END), False
             else:
                 end = left.find(self._delimiter, at)
-                # The last bytes may be the beginning of a boundary.
+                # Keep the last bytes, which may be the beginning of a boundary.
                 stop = end if end >= 0 else max(at, len(left) - len(self._delimiter) + 1)
                 if self._fields and stop > at:
                     yield left[at:stop]
@@ -68,14 +68,14 @@ class FormParser:
             raise _malformed()
 
     def _head_end(self, left: bytes, at: int) -> int:
-        """Return where the headers end that begin at `at`; -1 if they have not arrived."""
+        """Return the end of the headers that begin at `at`; -1 if it has not arrived. Raise BadInput if they are too long."""
         end = left.find(_HEAD_END, at, at + MAX_HEAD_BYTES)
         if end < 0 and len(left) - at >= MAX_HEAD_BYTES:
             raise _malformed()
         return end
 
     def _field(self, head: bytes) -> FormField:
-        """Return a field, whose headers begin with the rest of the boundary's line."""
+        """Return a field. `head` has the rest of the boundary's line, and then the field's headers. Raise BadInput."""
         self._fields += 1
         if self._fields > self._most_fields:
             raise too_many_fields(self._most_fields)
@@ -83,7 +83,7 @@ class FormParser:
         if blank.strip(b" \t") or self._delimiter in head or lines.count(b";") > MAX_PARAMETERS:
             raise _malformed()
         headers = HeaderParser().parsestr(lines.decode(errors="replace"))
-        # The first parameter of a name counts.
+        # If several parameters have the same name, use the first one.
         given = {key.lower(): value for key, value in reversed(headers.get_params([], "Content-Disposition"))}
         name, file = (collapse_rfc2231_value(given.get(key, "")) for key in ("name", "filename"))
         return FormField(name, file, headers.get_content_type() if headers["Content-Type"] else "")

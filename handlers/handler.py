@@ -60,8 +60,8 @@ class Handler:
     aggregate: bool = True
     """True if a job of a streaming handler stores the list of all pieces as its output."""
     exchanges: bool = False
-    """True if an async handler uses `context.exchange`, if there is one. Such a call is not cancelled when its caller goes:
-    the handler learns it from the exchange. As calls may last for hours, none is sent to a worker without a free slot."""
+    """True if an async handler uses `context.exchange`. When the caller goes, such a call is not cancelled: the handler learns
+    it from the exchange. Such calls may last for hours, so the gateway sends a call only to a worker with a free slot."""
 
     def facts(self) -> dict[str, Any]:
         """Return the properties of the handler that the gateway needs, as plain JSON."""

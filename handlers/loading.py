@@ -47,7 +47,7 @@ def _imported(root: Path, path: Path) -> ModuleType:
     if not package or not _is_package(package, path.parent):
         return _run(path, path.stem)
     name = f"{package}.{path.stem}"
-    # The package may have imported the file.
+    # Do not run the file again if its package has imported it.
     module = sys.modules[name] if name in sys.modules else _run(path, name)
     setattr(sys.modules[package], path.stem, module)
     sys.modules[path.stem] = module
@@ -72,7 +72,7 @@ def _run(path: Path, name: str) -> ModuleType:
     if name == "__main__":
         # Without this, the file would read the arguments of pilotflame's process as its own.
         sys.argv = [str(path)]
-        # A script has no spec. Processes that multiprocessing starts run the file as their main module only then.
+        # A script has no spec. With a spec, processes that multiprocessing starts would not run the file as their main module.
         module.__spec__ = None
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Collects what a function's deployer should know, and only `build` finds out. The status of the function shows it."""
+"""Collects warnings for a function's deployer that only `build` can find. The status of the function shows them."""
 
 from __future__ import annotations
 

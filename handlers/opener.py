@@ -22,7 +22,7 @@ MAX_CONNECT_S = 60.0
 
 
 def encoded(url: str) -> str:
-    """Return a URL with the characters that RFC 3986 allows, as browsers send it. Callers also send spaces and other letters."""
+    """Return a URL in the characters that RFC 3986 allows, as browsers send it. Callers may send URLs with spaces and non-ASCII letters."""
     parts = urlsplit(url)
     if parts.scheme == "data" or (url.isascii() and url.isprintable() and " " not in url):
         return url

@@ -13,7 +13,9 @@ from .source_file import SourceFile
 
 MAX_SOURCES = 200
 MAX_SEARCHED_BYTES = 1 << 20
-"""At most this number of bytes of source is searched for foreign handlers."""
+"""The most bytes of source that are searched for foreign handlers in each group of files: the usual ones, the other ones,
+and those in `src`.
+"""
 
 
 @functools.cache

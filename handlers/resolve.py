@@ -76,7 +76,7 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
 
 
 def _refuse_app(call: Callable[..., Any], name: str, file: str) -> None:
-    """Raise HandlerSignatureError, which names the setting for web apps, if `call` is one by the names of its parameters."""
+    """Raise HandlerSignatureError, which names the setting for web apps, if the names of its parameters show that `call` is a web app."""
     names = inspect.signature(call).parameters
     if key := "asgi" if {"receive", "send"} <= names.keys() else "wsgi" if "start_response" in names else "":
         app = f"{file.removesuffix('.py').replace('/', '.')}:{name}"

@@ -21,7 +21,9 @@ MAX_SOURCE_BYTES = 1 << 20
 MAX_OWN_BYTES = 16 << 10
 """A longer file is parsed in a child."""
 MAX_NAME_CHARS, MAX_FACTS_CHARS = 200, 256 << 10
-"""A longer name is left out. A file with more facts shows nothing."""
+"""A longer name is left out. A file that is parsed in a child, and whose facts have more characters as JSON, counts as one
+that cannot be parsed.
+"""
 CHILD_S, CHILD_BYTES, NICENESS = 10, 1 << 30, 10
 """The child's limits of processor time and of memory, and its niceness."""
 WAIT_S = 30.0
@@ -85,7 +87,7 @@ def _parse(source: bytes) -> SourceFile | None:
     return SourceFile(imported, tuple(packages), arity, tuple(classes), calls)
 
 
-# A deploy reads the same file several times.
+# Keep the latest results, because a deploy reads the same file several times.
 @functools.lru_cache(maxsize=8)
 def _parse_in_child(source: bytes) -> SourceFile | None:
     command = [sys.executable, "-I", "-S", __file__]
@@ -113,7 +115,7 @@ def _full_name(node: ast.expr, imported: dict[str, str]) -> str:
     if not isinstance(node, ast.Name):
         return ""
     name = ".".join([imported.get(node.id, node.id), *reversed(steps)])
-    # A short call of a package with a long name would have a long name, too.
+    # Limit the name: if a package has a long name, each short call of it becomes a long name.
     return name if len(name) <= MAX_NAME_CHARS else ""
 
 
@@ -158,7 +160,7 @@ def _note_definition(node: ast.stmt, arity: dict[str, int | None]) -> None:
 
 
 def _main() -> None:
-    # The calls of others come first.
+    # Lower the priority of this process, so that calls of functions are served first.
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (CHILD_S, CHILD_S))
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))

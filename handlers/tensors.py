@@ -64,7 +64,7 @@ class Tensor:
             raise HandlerSignatureError(fault, remedy=f"Use one of {', '.join(DATATYPES)}.")
         if not all(isinstance(length, int) and length >= -1 for length in self.shape):
             raise HandlerSignatureError(f"Tensor(..., {self.shape!r:.80}) is no shape.", remedy=remedy)
-        # Annotations must have a hash.
+        # Make the shape hashable, because annotations must have a hash.
         object.__setattr__(self, "shape", tuple(self.shape))
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
@@ -134,7 +134,7 @@ class Tensor:
         try:
             array = np.asarray(arrays.to_numpy(value), object if self.datatype == "BYTES" else None)
             if self.datatype == "UINT64" and array.dtype.kind == "f" and isinstance(value, list):
-                # numpy reads numbers below and above the middle of the range together as floats.
+                # If a list has integers below 2**63 and others from 2**63 on, numpy reads all of them as floats.
                 array = _whole(value, array)
         except (ValueError, TypeError, OverflowError) as error:
             _misfit(f"it is no array: {error}")
@@ -281,7 +281,7 @@ def _rounded(array: NDArray[Any]) -> NDArray[Any]:
 
     bits = np.ascontiguousarray(array, "<f4").view("<u4")
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    # The sum may overflow for NaN.
+    # Do not round NaN, because the sum may overflow.
     return np.where(np.isnan(array), (bits >> 16) | 0x40, rounded).astype("<u2")
 
 
@@ -295,7 +295,7 @@ def _flat(array: NDArray[Any], name: str) -> Any:
         except UnicodeDecodeError:
             raise OutputInvalid(f"The output {name!r} has bytes that are no text.", remedy=remedy) from None
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        # orjson writes NaN and infinities as null.
+        # Refuse NaN and infinities, because orjson would write them as null.
         raise OutputInvalid(f"The output {name!r} has NaN or infinite values.", remedy=remedy)
     return np.ascontiguousarray(array).reshape(-1)
 

@@ -1,4 +1,4 @@
-"""Brings adapters to this node while the event loop goes on: each once, whatever the number of requests that wait for it."""
+"""Fetches adapters to this node without blocking the event loop. Each adapter is fetched once, even if several requests wait for it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class AdapterFetches:
         self._threads: ThreadPoolExecutor | None = None
 
     async def arrive(self, name: str) -> Snapshot:
-        """Wait until all bytes of an adapter are on this node, and return it, open. The first call has it fetched.
+        """Wait until all bytes of an adapter are on this node, and return it, open. The first call starts the fetch.
 
         Raise SnapshotError or SourceError. The next call then fetches again.
         """
         if (arriving := self._arriving.get(name)) is None or _failed(arriving):
             if self._threads is None:
-                # Made here, because the threads of a zygote would not survive the fork of a worker.
+                # Make the threads here, in the worker, because the threads of a zygote would not survive the fork of a worker.
                 self._threads = ThreadPoolExecutor(MOST_FETCHES, thread_name_prefix="adapter")
             loop = asyncio.get_running_loop()
             arriving = loop.run_in_executor(self._threads, self._snapshots.open, name)

@@ -1,4 +1,4 @@
-"""Puts adapters (LoRA, as peft writes them) into a model, so that each row of a batch uses its own. peft has the layers."""
+"""Puts adapters (LoRA, as peft writes them) into a model, so that each row of a batch uses its own. peft provides the layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .adapter_fetches import AdapterFetches
 CONFIG = "adapter_config.json"
 BASE = "__base__"
 """peft's name of a row without an adapter."""
-# Rows that use these cannot share a batch with other rows.
+# An adapter that sets one of these fields is refused, because its rows cannot share a batch with other rows.
 _REFUSED = (
     "use_dora",
     "modules_to_save",
@@ -31,7 +31,8 @@ _REFUSED = (
 
 
 class ModelAdapters:
-    """The adapters of a model. At most `most` of them are in the module; the least recently used leaves for another one.
+    """The adapters of a model. The least recently used one leaves the module if there are more than `most`. Pinned adapters, and
+    adapters that rows use, stay in the module.
 
     `arrive` runs on an event loop. The other methods run on the thread of the model's steps.
     """
@@ -42,7 +43,7 @@ class ModelAdapters:
         """Adapters in `pinned` never leave. Raise SnapshotError if an adapter's configuration cannot be used."""
         self._module, self._snapshots, self._most, self._pinned = module, snapshots, most, frozenset(pinned)
         for name in self._pinned:
-            # Raises NoSuchSnapshot if there is none.
+            # Raise NoSuchSnapshot if there is no such adapter.
             _ = snapshots[name]
         self._configs = {name: _config(name, snapshots[name]) for name in snapshots}
         self._wrapped: Any = None
@@ -64,7 +65,7 @@ class ModelAdapters:
         return list(self._loaded)
 
     async def arrive(self, name: str) -> None:
-        """Wait until all bytes of an adapter are on this node. The first call has it fetched. Raise SnapshotError or SourceError."""
+        """Wait until all bytes of an adapter are on this node. The first call starts the fetch. Raise SnapshotError or SourceError."""
         await self._fetches.arrive(name)
 
     def load(self, name: str, used: Collection[str]) -> None:
@@ -140,18 +141,19 @@ class ModelAdapters:
         if self._wrapped is None:
             return
         if not self._loaded:
-            # peft's model needs an adapter.
+            # Remove peft's model, too, because it needs at least one adapter.
             self._wrapped.unload()
             self._wrapped = None
         elif _layer(name) in self._wrapped.peft_config:
             if keep:
-                # Rows name their adapters, so the active adapter is without effect. But peft warns if it is deleted.
+                # peft warns if the active adapter is deleted, so make another one active. This has no other effect, because
+                # rows name their adapters.
                 self._wrapped.set_adapter(_layer(keep))
             self._wrapped.delete_adapter(_layer(name))
 
 
 def _layer(name: str) -> str:
-    """Return peft's name of an adapter, which is a part of the names of its tensors. No other part of these has this form."""
+    """Return peft's name of an adapter. It is a part of the names of the adapter's tensors, and no other part has this form."""
     return f"adapter-{name}"
 
 

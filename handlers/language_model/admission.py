@@ -1,7 +1,8 @@
-"""Predicts when a request gets its first token, and how fast the later tokens come. Refuses requests that would be too late.
+"""Predicts when a request gets its first token, and how fast the later tokens come. `EngineSteps` refuses requests that would be
+too late.
 
-It does no I/O and knows neither torch nor a clock. A late answer is of no use, and its work makes other answers late, too. So under
-overload a few refusals keep all other requests in time. A request with a target never slows a request without a target.
+This module does no I/O and knows neither torch nor a clock. A late answer is of no use, and its work makes other answers late, too.
+So under overload a few refusals keep all other requests in time. A request with a target never slows a request without a target.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ DECAY = 0.98
 LENGTHS = 200
 """The number of latest answers whose lengths are kept."""
 SHARE = 0.9
-"""The share of the callers' time for a token that a step may take."""
+"""The share of the shortest target time for a token that a step may take."""
 READING_SHARE = 0.75
-"""The time for reading a prompt in each step, as a share of the rows' time. The rest is for a layer that ends late."""
+"""The time for reading a prompt in each step, as a share of the time of the rows' step. It is below 1, because the last layer
+may end late.
+"""
 READING_SHARE_ABOVE = 0.25
 """As READING_SHARE, for the prompts of a tenant that has more than its share of the rows while other tenants have rows."""
 DEFAULT_LENGTH = 128
@@ -33,7 +36,7 @@ class Targets(NamedTuple):
     """What a caller needs, in seconds."""
 
     first_by_s: float = math.inf
-    """When the first token comes at the latest, on the engine's clock."""
+    """The latest time for the first token, on the engine's clock."""
     token_s: float = math.inf
     """The mean time of a later token."""
 
@@ -84,16 +87,16 @@ class Admission:
         return pass_s + row_s * rows
 
     def first_token_s(self, load: EngineLoad, tokens: int, most_new: int) -> float:
-        """Return in how many seconds a prompt of `tokens` has been read, if it arrives now.
+        """Return in how many seconds a prompt of `tokens` tokens has been read, if it arrives now.
 
-        It is 0 without other work: a wrong prediction would refuse all prompts, and so learn nothing.
+        Return 0 without other work. Otherwise a wrong prediction could refuse all prompts, and no measurement would correct it.
         """
         if load.idle:
             return 0.0
         read_s = self._reading_s([*load.unread, tokens], load)
         if (behind := load.rows + len(load.unread) + 1 - load.most_rows) <= 0:
             return read_s
-        # One of the rows ends in the mean time of an answer, divided by the number of rows.
+        # The mean time until one of the rows ends is the time of an answer, divided by the number of rows.
         free_s = behind * self._length(most_new) * self._token_s(load.most_rows) / load.most_rows
         return max(read_s, free_s + self._reading_s([tokens], load))
 
@@ -104,10 +107,11 @@ class Admission:
         return self._token_s(min(load.most_rows, load.rows + len(load.unread) + 1))
 
     def chunk_s(self, load: EngineLoad, *, above_share: bool = False) -> float:
-        """Return the time in each step for reading a prompt: the rest of the rows' time for a token, or a share of their own time.
+        """Return the seconds in each step for reading a prompt: a share of the time of the rows' step or, if it is longer, the rest
+        of the target time for a token.
 
-        It is 0 without rows, because then no caller waits for a token. `above_share` is True if the prompt's tenant holds more than its share
-        of the rows.
+        Without rows, return 0, which means no limit, because no caller waits for a token. `above_share` is True if the prompt's
+        tenant has more than its share of the rows.
         """
         if not load.rows:
             return 0.0
@@ -116,7 +120,9 @@ class Admission:
         return max((READING_SHARE_ABOVE if above_share else READING_SHARE) * step_s, rest_s)
 
     def _token_s(self, rows: int) -> float:
-        """Return the time of a token of `rows` rows. While prompts are read, it is that of two steps."""
+        """Return the time of a token with `rows` rows. It is the time of two steps, because a step may take twice as long while a
+        prompt is read.
+        """
         return 2 * self.step_s(rows)
 
     def _length(self, most: int) -> float:

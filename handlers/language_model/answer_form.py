@@ -31,7 +31,7 @@ class AnswerForms:
             *((*self._chat.tools.begin, *self._chat.tools.end) if self._chat.tools else ()),
         ]
         self._tokens = prompts.single_tokens(marks)
-        # A table of all tokens takes half a second for a large vocabulary. Here, all workers share it.
+        # Make the table of all tokens in `build`, so that all workers share it. It takes half a second for a large vocabulary.
         self._constraints, self._why_none = (None, "") if ends is None else _constraints(tokenizer, ends)
 
     def constraint(self, request: GenerationRequest, prompt: Prompt) -> Constraint | None:
@@ -53,20 +53,21 @@ class AnswerForms:
     def check(
         self, request: GenerationRequest, text: str, *, called: bool, cut: Sequence[int] | None = None
     ) -> None:
-        """Raise OutputInvalid if an answer that has ended is not what the request asks for, as after a stop string in the middle of it.
+        """Raise OutputInvalid if an answer that has ended is not what the request asks for, for example because a stop string has cut it.
 
-        `cut` has the tokens of an answer that a stop has ended; None: it has kept its pattern or grammar to the end.
+        `cut` has the tokens of an answer that a stop string or stop token has ended. None: the answer has kept its pattern or
+        grammar to the end.
         """
         check_answer(request, text, called=called)
         output = request.output
         if cut is None or self._constraints is None or output is None:
             return
-        # Such a text does not show all bytes and tokens of the answer.
+        # Check no text that does not show all bytes and tokens of the answer.
         if "\ufffd" in text or not self._unseen.isdisjoint(cut):
             return
         if output.grammar is not None or output.regex is not None:
             grammar = _alone(output)
-            # Spaces may be the end of the reasoning.
+            # Also try the text without the spaces at its beginning, which may belong to the reasoning.
             if not any(self._constraints.accepts(grammar, one) for one in (text, text.lstrip())):
                 raise OutputInvalid(_UNFINISHED, remedy=_AGAIN)
 
@@ -111,7 +112,7 @@ class AnswerForms:
         return with_reasoning(rules, self._tokens, begun=_begun(prompt))
 
     def _calls(self, request: GenerationRequest) -> str | None:
-        """Return the rules of calls; None if the model may write what it likes."""
+        """Return the rules of calls; None if the model may write any text. Raise InputInvalid."""
         form, must = self._chat.tools, request.must_call
         if not must and not self._chat.shows_tools:
             raise InputInvalid(
@@ -139,11 +140,11 @@ class AnswerForms:
 
 
 def check_answer(request: GenerationRequest, text: str, *, called: bool) -> None:
-    """Raise OutputInvalid if an answer that has ended is not what the request asks for, as after a stop string in the middle of it."""
+    """Raise OutputInvalid if an answer that has ended is not what the request asks for, for example because a stop string has cut it."""
     asked, fits = request.output, True
     if asked is not None and asked.json_schema is not None:
         try:
-            # A number may have more digits than Python reads.
+            # Keep whole numbers as text, because a number may have more digits than Python converts.
             json.loads(text, parse_int=str)
         except RecursionError:
             pass
@@ -163,7 +164,7 @@ def _alone(output: OutputFormat) -> str:
 
 
 def _constraints(tokenizer: Any, ends: Sequence[int]) -> tuple[Constraints | None, str]:
-    """Return what makes constraints; or None, and why there is none."""
+    """Return the Constraints and ""; or None and the reason."""
     try:
         return Constraints(tokenizer, ends), ""
     except (ImportError, ValueError) as error:

@@ -12,7 +12,9 @@ from .contract import Delta, ToolCall
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 MOST_HEAD = 1000
-"""A call begins with its name and the key of its arguments within this many characters. Otherwise, it arrives as a whole."""
+"""If a call's name and the key of its arguments are within this many characters, its arguments are returned as they come.
+Otherwise the call is returned as a whole at its end.
+"""
 _HEAD = r'\s*\{\s*"name"\s*:\s*"([\w.-]{1,64})"\s*,\s*"%s"\s*:\s*(?=\{)'
 _NESTS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
@@ -25,15 +27,15 @@ class AnswerParts:
         self._parser: Any = parser
         self._key = key
         self._call: _CallText | None = None
-        """The call whose text comes."""
+        """The call whose text is being read."""
         self._open = ""
-        """The text of a call that the parser reads, and whose end is still to come."""
+        """The text so far of a call that the parser reads and that has not ended."""
         self._begun = False
-        """True if the caller got some text. Spaces before it are the border of another part."""
+        """True if the caller got some text. Spaces before the first text are left out, because they separate it from another part."""
         self.called = False
-        """True if the answer has a call of a tool that has ended."""
+        """True if the answer has a complete call of a tool."""
         self.valid = True
-        """False if the arguments of a call are no JSON object, as after a stop string in the middle of it."""
+        """False if the arguments of a call are no JSON object, for example because a stop string has cut them."""
 
     def push(self, text: str, to: Delta) -> None:
         """Read a piece of the answer's text, and add the parts that are certain now to a delta."""
@@ -46,7 +48,7 @@ class AnswerParts:
             self._read_no_further(text, to)
 
     def finish(self, to: Delta) -> None:
-        """Add the rest."""
+        """Add the rest of the answer to a delta."""
         if self._parser is None:
             return
         try:
@@ -56,7 +58,7 @@ class AnswerParts:
             self._read_no_further("", to)
 
     def _read_no_further(self, text: str, to: Delta) -> None:
-        """Return a call that is not in the model's own form as text, and the rest of the answer, too."""
+        """Add a call that is not in the model's own form to a delta as text. The rest of the answer will be text, too."""
         self._parser = None
         to.text += self._open + text
 
@@ -95,9 +97,9 @@ class _CallText:
         """`key` is the key of the arguments."""
         self._key, self._head = key, re.compile(_HEAD % key)
         self._held = ""
-        """The text before the call begins."""
+        """The text of the call until it shows the tool's name and the key of the arguments."""
         self._arguments: list[str] | None = None
-        """The pieces of the arguments; None before the call begins."""
+        """The pieces of the arguments; None until they begin."""
         self._depth, self._in_string, self._escaped = 1, False, False
         self._complete = False
         """True if the arguments have ended."""
@@ -123,7 +125,7 @@ class _CallText:
         to.text += after
 
     def finish(self, to: Delta) -> bool:
-        """Add the rest. Return True if this was a call that has ended."""
+        """Add the rest of the text to a delta. Return True if the text was a complete call."""
         if self._arguments is not None:
             return not self._depth
         try:
@@ -138,7 +140,7 @@ class _CallText:
     def valid(self) -> bool:
         """False if the call has begun, and its arguments are no JSON object."""
         try:
-            # A number may have more digits than Python reads.
+            # Keep whole numbers as text, because a number may have more digits than Python converts.
             json.loads("{}" if self._arguments is None else "".join(self._arguments), parse_int=str)
         except RecursionError:
             return True
@@ -158,7 +160,7 @@ class _CallText:
         return text[:end], ""
 
     def _nest(self, char: str) -> None:
-        """Follow the depth of the JSON."""
+        """Update the depth of the JSON by a character."""
         if self._escaped:
             self._escaped = False
         elif self._in_string:

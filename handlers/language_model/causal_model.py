@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...snapshot.format.manifest import Manifest
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# These take the largest position of a batch, so a long row would change the others.
+# These kinds of positions depend on the largest position of a batch, so a long row would change the results of other rows.
 ROPES_OF_A_BATCH = {"dynamic", "longrope"}
 OWN_CACHES = {"deepseek_v4", "minimax"}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -46,7 +46,7 @@ class CausalModel:
         self.why_alone = why_alone(self._text, self._takes)
         """Why its sequences run one at a time; "" if they run together."""
         self.most_tokens = int(getattr(self._text, "max_position_embeddings", 0) or 1 << 20)
-        """The tokens of the longest sequence."""
+        """The most tokens that a sequence may have."""
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -122,7 +122,7 @@ def conversion_note(manifest: Manifest, dtype: torch.dtype) -> str:
 
 
 def keep_float32(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give those weights the type float32 that transformers keeps in it. Call it while they have no bytes."""
+    """Convert the weights that transformers keeps in float32 to this type. Call this before the weights have bytes."""
     kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())

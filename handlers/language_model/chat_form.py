@@ -11,7 +11,7 @@ from ..sampling.grammar import json_rule, text_rule
 from .contract import ToolFunction
 
 ResponseTemplate = Mapping[str, Any]
-"""How transformers' ResponseParser reads an answer. Its fields here: content, reasoning_content and tool_calls."""
+"""How transformers' ResponseParser reads an answer. This module uses its fields content, reasoning_content and tool_calls."""
 THINK, THOUGHT = "<think>", "</think>"
 _ANY = r"/(.|\n)*/"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -44,7 +44,7 @@ HERMES = ToolForm(("<tool_call>", "\n"), ("\n", "</tool_call>"), "arguments", Tr
 LLAMA3 = ToolForm((), (), "parameters", False, r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*\"name\")")
 """The form of Llama 3: the answer is the call."""
 PLAIN = ToolForm((), (), "arguments", False, r"\A\s*(?=\{\s*\"name\")")
-"""The form of a model whose chat template has no tools. A grammar makes it write this one."""
+"""The form for a model whose chat template shows no form that is known here. A grammar makes the model write it."""
 UNREAD = (
     "[TOOL_CALLS]",
     "<|tool_call|>",
@@ -126,7 +126,7 @@ def call_rules(
     begin, end = _marks(form.begin, tokens), _marks(form.end, tokens)
     calls = r'call ("\n" call)*' if several and form.several else "call"
     if not must:
-        # Without a mark, an answer that begins as a call is one.
+        # Without a mark, an answer that begins like a call must be a call.
         calls = f"{_ANY} ({calls})?" if form.begin else r"call | /([^{\s](.|\n)*)?/"
     rules = [f"answer: {calls}", f"call: {begin} object {end}"]
     rules.append(f"object: {' | '.join(f'tool_{number}' for number in range(len(tools)))}")
@@ -138,7 +138,7 @@ def call_rules(
 
 
 def with_reasoning(rules: str, tokens: Collection[str], *, begun: bool) -> str:
-    """Return a grammar of `answer`, which a model may begin with its reasoning. `begun`: the prompt has begun it."""
+    """Return a grammar of `answer`, before which a model may write its reasoning. `begun` is True if the prompt has begun the reasoning."""
     if not {THINK, THOUGHT} <= set(tokens):
         return f"start: answer\n{rules}"
     begin = "" if begun else THINK

@@ -24,7 +24,9 @@ RESERVED = {
     "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
-"""The arguments of a tokenizer's chat template, which a request may not set. A template is a program."""
+"""The arguments of `apply_chat_template` that a request may not set in `chat_template_kwargs`. A `chat_template`, for example,
+is a program.
+"""
 
 
 class ToolFunction(BaseModel):
@@ -184,7 +186,7 @@ class TokenLogprob(BaseModel):
     logprob: LogProbability
     top: list[tuple[str, int, LogProbability]] = Field(default_factory=list)
     rank: int | None = None
-    """1 if it was the likeliest token. Only tokens of prompts have it."""
+    """1 if it was the likeliest token; None if this was not counted. pilotflame's own engine counts it only for tokens of prompts."""
 
 
 class TokenUsage(BaseModel):
@@ -224,8 +226,8 @@ class Delta(BaseModel):
     tokens: list[int] = Field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
-    """The tokens of the prompt, if the request asks for `prompt_logprobs`. One delta of each answer has them, not after its first token. The
-    first token follows nothing, so that its logprob has no meaning.
+    """The tokens of the prompt, if the request asks for `prompt_logprobs`. One delta of each answer has them, at the latest the delta of the
+    answer's first token. The first token of the prompt follows nothing, so its logprob has no meaning.
     """
     finish_reason: FinishReason | None = None
     """Why the answer has ended; None until it has."""

@@ -31,7 +31,7 @@ class PromptBeginning(BaseModel):
 
 
 BEGINNINGS: TypeAdapter[dict[str, PromptBeginning]] = TypeAdapter(
-    # The names of tensors begin with the names of the beginnings.
+    # Limit the characters of the names, because the names of tensors begin with them.
     dict[Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")], PromptBeginning]
 )
 
@@ -43,7 +43,7 @@ class DeclaredPrefixes:
     declared: Mapping[str, Mapping[str, Any]]
     """The messages, tools and variables of the chat template of each beginning. `tools` may be the name of a file."""
     code: Path
-    """The folder of the function, which has this file."""
+    """The folder of the function, which has the files that `tools` names."""
     kept: ComputedSnapshots
     prepare: Callable[[], None] | None = None
     """Maps the keys and values, or computes them. `language_model` sets it. A worker calls it once, after it has opened the weights."""
@@ -60,7 +60,9 @@ class DeclaredPrefixes:
         return {name: one.model_dump(exclude_none=True) for name, one in found.items()}
 
     def _with_tools(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a beginning, with the tools of its file. It is read here with the rights of the function."""
+        """Return the fields of a beginning, with the tools of the file that `tools` names. `build` calls this, so that the file is
+        read with the rights of the function.
+        """
         if not isinstance(file := fields.get("tools"), str):
             return dict(fields)
         try:

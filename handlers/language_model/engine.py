@@ -59,13 +59,13 @@ class Engine:
         """Yield the tokens that follow `ids`: at most `most_new`, and none after one of `ends`.
 
         The prompt and these tokens must fit into the model and the window. If the caller closes this iterator, the sequence
-        leaves the engine with the next step. Raise what a step has raised, and Overloaded if the tokens would come later than `targets`
-        says, whose times are of `time.monotonic`. The adapter must have arrived. Tenants share the engine equally. `scored` has the
-        logprobs of the prompt when the first token comes.
+        leaves the engine with the next step. Raise what a step has raised, and Overloaded if the tokens would come later than
+        `targets` permits. Times in `targets` are those of `time.monotonic`. The adapter must have arrived. Tenants share the engine
+        equally. `scored` has the logprobs of the prompt when the first token comes.
         """
         self._arrived += 1
         stored, fill = 0, None
-        # The logits of a stored prefix are not known.
+        # Use no stored prefix for the logprobs of a prompt, because the logits of a stored prefix are not known.
         prefix = self.prefix(ids, adapter) if scored is None else None
         if self.prefixes is not None and prefix is not None:
             stored, fill = len(prefix.ids), partial(self.prefixes.fill, prefix=prefix)
@@ -99,7 +99,9 @@ class Engine:
                 self._commands.put((False, run))
 
     def prefix(self, ids: Sequence[int], adapter: str = "") -> Prefix | None:
-        """Return the beginning of a prompt that is stored; None if there is none, as with an adapter, which changes keys and values."""
+        """Return the longest stored prefix of a prompt; None if there is none. With an adapter there is none, because an adapter
+        changes keys and values.
+        """
         return self.prefixes.longest(ids) if self.prefixes is not None and not adapter else None
 
     def rehearse(self) -> None:
@@ -116,12 +118,12 @@ class Engine:
     def _begin(self, run: SequenceRun) -> None:
         self._commands.put((True, run))
         if self._thread is None and not self._stopped:
-            # A daemon: the worker's end does not wait for it.
+            # Make it a daemon, so that the worker's end does not wait for it.
             thread = threading.Thread(target=self._work, name="language-model", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
-                # The process may have no more threads. Without this thread, the sequence would have no end.
+                # The system may refuse another thread. Without a thread, the sequence would wait for ever, so give it an error.
                 self._stop(error)
                 return
             self._thread = thread
@@ -141,14 +143,15 @@ class Engine:
                 except Exception as error:
                     LOG.exception("a step of the language model failed")
                     if not self._steps.fail(error):
-                        # No sequence has caused it, so that the next step would fail, too.
+                        # No sequence has caused the error, so the next step would fail, too.
                         raise
         except BaseException as error:
             LOG.exception("the language model has stopped")
             self._stop(error)
 
     def _stop(self, error: BaseException) -> None:
-        # `_begin` reads this after it has added its command. So each sequence gets the error here or there.
+        # Set this before `_commands` is emptied. `_begin` reads it after it has added its command, so each sequence gets the
+        # error from this method or from `_begin`.
         self._stopped = f"The language model has stopped: {type(error).__name__}: {error}"
         traceback.clear_frames(error.__traceback__)
         runs = self._steps.runs

@@ -25,9 +25,9 @@ from .rows import Rows
 from .schedule import Chunk, ScheduledSequence, StepSchedule
 
 LEAST_RETRY_S = 0.1
-"""The shortest time after which a refused request should come again."""
+"""The shortest time for which the caller of a refused request should wait before they try again."""
 LEAST_SLICE_S = 1e-3
-"""The shortest time for reading a prompt, which then reads a layer. 0 would mean all of it."""
+"""The shortest time for reading a prompt in a step. A step reads at least one layer of a chunk. A time of 0 would mean the whole chunk."""
 LOG = logging.getLogger(__name__)
 
 
@@ -103,7 +103,7 @@ class EngineSteps:
         return [*self._runs.values()]
 
     def add(self, run: SequenceRun) -> None:
-        """Let a sequence wait for its place, or tell its caller that its tokens would be late."""
+        """Add a sequence, which waits until it can be read. Refuse it if its tokens would be late."""
         if (refusal := self._refusal(run)) is not None:
             run.put(refusal)
             return
@@ -118,7 +118,7 @@ class EngineSteps:
     def rest(self) -> bool:
         """If there is no sequence, free the memory of the rows and return True.
 
-        Otherwise memory without a row would stay on the device, also while the worker is parked.
+        If this were not called, memory without a row would stay on the device, also while the worker is parked.
         """
         if self._runs:
             return False
@@ -160,7 +160,7 @@ class EngineSteps:
 
     def _load(self, unread: Sequence[int]) -> EngineLoad:
         token_s = [run.targets.token_s for run in self._members]
-        # A longer chunk would slow the rows without a target.
+        # If a row has no target, ask for no longer chunks, because they would slow this row.
         shortest_s = min(token_s, default=math.inf) if math.inf not in token_s else math.inf
         return EngineLoad(len(self._members), unread, self._most_rows, shortest_s)
 
@@ -192,9 +192,9 @@ class EngineSteps:
             self._end(run)
 
     def _continue(self) -> tuple[list[Made], float] | None:
-        """Make the next token of each row. Return also by how many seconds this took longer than predicted.
+        """Make the next token of each row. Also return by how many seconds this took longer than predicted.
 
-        Return None if memory has run out and the youngest row waits again, so that the others have room.
+        If memory has run out, and there are several rows, let the youngest row wait again and return None.
         """
         if not (members := self._members):
             return [], 0.0
@@ -216,7 +216,7 @@ class EngineSteps:
         return made, max(0.0, taken_s - predicted_s)
 
     def _read(self, chunk: Chunk, slice_s: float) -> list[Made] | None:
-        """Read a chunk for about `slice_s` seconds, or to its end if this is 0. Return None if it is not read yet.
+        """Read a chunk for about `slice_s` seconds, or to its end if `slice_s` is 0. Return None if the chunk is not read yet.
 
         After the last chunk, the sequence joins the rows with its next token.
         """
@@ -238,7 +238,7 @@ class EngineSteps:
                 return []
             self._rows.join(self.reader.row(chunk.sequence))
         except Exception as error:
-            # The rows of the other sequences are not affected.
+            # Fail only this sequence, because the rows of the other sequences are not affected.
             LOG.exception("a prompt could not be read")
             self._give(run, _freed(error))
             return []
@@ -259,11 +259,11 @@ class EngineSteps:
             self._admission.note_answer(made)
 
     def _leave(self, run: SequenceRun) -> None:
-        """Take a run out of the rows, or stop to read its prompt."""
+        """Take a run out of the rows, or stop reading its prompt."""
         if run in self._members:
             row = self._members.index(run)
             self._rows.leave(row)
-            # The last row has the number of this one now.
+            # `Rows.leave` has given the last row the number of the removed row.
             last = self._members.pop()
             if last is not run:
                 self._members[row] = last
@@ -273,7 +273,7 @@ class EngineSteps:
     def fail(self, error: Exception) -> bool:
         """Fail the sequences of a step that failed for an unknown reason. The sequences that wait are not affected.
 
-        Return False if there are no such sequences.
+        Return False if the step had no sequences.
         """
         failed = [*self._members, *(self._runs[one] for one in self._schedule.reading)]
         for run in failed:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-# The tokenizer's threads would not survive the fork of a worker.
+# Let the tokenizer start no threads, because they would not survive the fork of a worker.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -95,12 +95,12 @@ class LanguageModel:
                 config.dtype = snapshot.dtype
             module = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
             keep_float32(module, config.dtype)
-        # As transformers does. A file may have some tensors of another type, or all of them.
+        # Cast to the type of config.json, as transformers does. Some or all tensors of a file may have another type.
         snapshot.restore(module, device="auto", cast=True)
         vocabulary = int(module.get_input_embeddings().num_embeddings)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._prompts = Prompts(self.tokenizer, vocabulary)
-        # Its threads begin in the worker.
+        # The executor starts its threads with the first request, in the worker.
         self._planners = ThreadPoolExecutor(PLANNERS, "planner")
         self._adapters = ModelAdapters(module, adapters, most_adapters, pinned) if adapters else None
         causal = CausalModel(module, config, self._adapters)
@@ -111,7 +111,7 @@ class LanguageModel:
         if prefixes is not None and not isinstance(prefixes, DeclaredPrefixes):
             stored = Prefixes(prefixes)
             stored.read(self.prefixes.origin)
-            # The engine waits for the stored tensors when it needs them.
+            # Do not wait for the stored tensors now: the engine waits when it needs them.
             stored.snapshot.gated = True
         snapshot.gated = True
         self.engine = Engine(causal, rows, window, stored, snapshot.gate)
@@ -133,7 +133,7 @@ class LanguageModel:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
         """Yield the pieces of the answers as they are made. The last piece of each answer says why it has ended.
 
-        Raises InputInvalid if the request does not fit the model.
+        Raises InputInvalid if the request does not fit the model, and Overloaded if the answer would come later than the request allows.
         """
         if request.prompt_only:
             yield await self._planned(self._listed, request)
@@ -147,7 +147,7 @@ class LanguageModel:
                 yield delta
 
     async def _planned(self, plan: Callable[[GenerationRequest], T], request: GenerationRequest) -> T:
-        """Run `plan` in one of a few threads, because each may hold the tokens of a long text."""
+        """Run `plan` in one of PLANNERS threads. They are few, because each may have the tokens of a long text in memory."""
         planned = partial(contextvars.copy_context().run, plan, request)
         return await asyncio.get_running_loop().run_in_executor(self._planners, planned)
 
@@ -217,7 +217,7 @@ class LanguageModel:
         constraint, parts = plan.forms[index]
         sampling = seeded(plan.sampling, index)
         ends = [*([] if sampling.ignore_eos else self._ends), *sampling.stop_token_ids]
-        # The marks of calls may be special tokens.
+        # Keep special tokens for the reader of calls, because the marks of calls may be special tokens.
         decode = self._decode if parts is None else self._decode_marks
         stream = TextStream(
             decode,
@@ -227,7 +227,7 @@ class LanguageModel:
             least=sampling.min_tokens,
         )
         sampler = Sampler(sampling, ids, ends, constraint, plan.limits)
-        # A later answer must not be refused after the first one has begun.
+        # Only the first answer has targets. A later answer must not be refused after the first one has begun.
         targets = plan.targets if index == 0 else NO_TARGETS
         made, said, before = 0, list[str](), deque[int](maxlen=MOST_BYTES)
         written = list[int]()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class _Stopped(BaseException):
-    """Ends a pass whose result is not wanted any more. No model catches it by chance."""
+    """Ends a pass whose result is not wanted any more. As a BaseException, it is not caught by the model's code."""
 
 
 class PassSlices:
@@ -31,7 +31,7 @@ class PassSlices:
         self._turns: queue.SimpleQueue[float | None] = queue.SimpleQueue()
         """When the next slice ends, in seconds of the clock. None: the pass ends at once."""
         self._reports: queue.SimpleQueue[Tensor | Exception | None] = queue.SimpleQueue()
-        """The result of a pass, or what it has raised. None: it waits before a layer."""
+        """The result of a pass, or what it has raised. None: the pass waits before a layer."""
         self._thread: threading.Thread | None = None
         self._until_s = self._layer_s = 0.0
         """When this slice ends, and when its latest layer began."""
@@ -43,7 +43,7 @@ class PassSlices:
     def begin(self, run: Callable[[], Tensor], seconds: float) -> Tensor | None:
         """Begin a pass and run its first slice. Return and raise what `advance` does."""
         if self._thread is None:
-            # A daemon: the worker's end does not wait for it.
+            # Make it a daemon, so that the worker's end does not wait for it.
             self._thread = threading.Thread(target=self._work, name="language-model-reads", daemon=True)
             self._thread.start()
         self._until_s = time.perf_counter() + seconds
@@ -85,9 +85,9 @@ class PassSlices:
             except Exception as error:  # noqa: BLE001  raised by `_report`
                 self._reports.put(error)
             except BaseException as error:  # noqa: BLE001
-                # A thread that waits for a report would wait for ever.
+                # Without a report, `_report` would wait for ever.
                 self._reports.put(RuntimeError(f"a pass of the model ended with {error!r}"))
-            # It holds the keys and values of the prompt.
+            # Free the keys and values of the prompt, which `run` references.
             del run
 
     def _before_layer(self, *_: Any) -> None:
@@ -95,7 +95,7 @@ class PassSlices:
             return
         self._wait()
         now_s = time.perf_counter()
-        # The next layer takes as long as the latest one.
+        # Expect that the next layer takes as long as the latest one.
         if 2 * now_s - self._layer_s > self._until_s:
             self._reports.put(None)
             if (until_s := self._turns.get()) is None:

@@ -62,7 +62,7 @@ class PrefixBuilder:
     def declare(self, declared: DeclaredPrefixes, engine: Engine) -> None:
         """Let each worker give the declared prefixes to the engine.
 
-        Raise SettingsError, which names the field that does not fit, or if another model has declared them.
+        Raise SettingsError, which names the field that does not fit. Also raise SettingsError if another model has these prefixes.
         """
         if declared.prepare is not None:
             raise SettingsError(
@@ -76,7 +76,7 @@ class PrefixBuilder:
                 found.append(self._prefix(name, fields))
             except (InputInvalid, SnapshotError) as error:
                 raise SettingsError(f"prefixes.{name}: {error.message}", remedy=error.remedy) from error
-        # Workers inherit the key, which takes as long as reading the tokenizer's files.
+        # Compute the key here, so that workers inherit it. It takes as long as reading the tokenizer's files.
         key = key_of(found, self.origin)
         declared.prepare = partial(self._prepare, found, key, declared.kept, engine)
 

@@ -1,7 +1,7 @@
 """Keys and values of the beginnings that many prompts share, such as a system prompt with tools.
 
-They are a snapshot of their own: the first worker of a function with `[prefixes]`, or `pilotflame snapshot prefixes`, writes it, and
-workers map it. A prompt with such a beginning copies it into its row instead of reading it.
+They are a snapshot of their own. The first worker of a function with `[prefixes]`, or `pilotflame snapshot prefixes`, writes this
+snapshot, and workers map it. If a prompt has such a beginning, its keys and values are copied into the row instead of being computed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def write(
 
 @dataclass
 class Prefixes:
-    """The prefixes of a snapshot. The tensors are there once a worker has opened it."""
+    """The prefixes of a snapshot. Their tensors exist once a worker has opened the snapshot."""
 
     snapshot: Snapshot
     _layers: int = 0

@@ -16,7 +16,7 @@ from .rows import Rows
 from .schedule import Chunk, ChunkTimes, ScheduledSequence
 
 LAYERS_A_STEP = 4
-"""The layers of a chunk that fit into the time of a step."""
+"""The layers of a chunk that should fit into the time of a step."""
 
 
 class PromptReader:
@@ -35,7 +35,7 @@ class PromptReader:
         """The chunk whose pass has begun and not ended."""
         self._taken_s = 0.0
         self._rows: dict[ScheduledSequence, Rows] = {}
-        """The row of each prompt, which its first chunk begins."""
+        """The row of each prompt whose first chunk has begun."""
         self.times = ChunkTimes()
 
     def tokens(self, slice_s: float) -> int:
@@ -54,11 +54,11 @@ class PromptReader:
         *,
         every: bool = False,
     ) -> Tensor | None:
-        """Read a chunk of the tokens `ids` for about `slice_s` seconds, or to its end if this is 0.
+        """Read a chunk of the tokens `ids` for about `slice_s` seconds, or to its end if `slice_s` is 0.
 
-        Return the logits after it, (1, vocabulary), or None if the chunk is not read yet. With `every`, return the logits after each of its
-        tokens, (tokens, vocabulary). Then call this again with the same chunk. Before
-        the first chunk, `fill` puts the stored prefix into the row. Raise what the model raises.
+        Return the logits after the chunk, (1, vocabulary). With `every`, return the logits after each of its tokens, (tokens,
+        vocabulary). Return None if the chunk is not read yet; then call this again with the same chunk. Before the first chunk,
+        `fill` puts the stored prefix into the row. Raise what the model raises.
         """
         begins = self._chunk != chunk
         if begins:
@@ -82,7 +82,7 @@ class PromptReader:
         return self._rows[sequence]
 
     def forget(self, sequence: ScheduledSequence) -> None:
-        """Forget a prompt. Its row frees its memory, unless it is used elsewhere."""
+        """Forget a prompt. The memory of its row is freed, unless other rows use it."""
         if self._chunk is not None and self._chunk.sequence is sequence:
             self._stop()
         self._rows.pop(sequence, None)
@@ -113,7 +113,7 @@ class PromptReader:
         if passes is not None and not begins:
             return passes.advance(slice_s or math.inf)
         if passes is None or not slice_s:
-            # This thread is within the gate already.
+            # Do not enter the gate, because this thread is within the gate already.
             return self._model.forward(rows, part, [adapter], every=every)
 
         def gated() -> Tensor:

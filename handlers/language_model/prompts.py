@@ -10,13 +10,15 @@ from .chat_form import THOUGHT
 from .contract import Delta, Effort, GenerationRequest, PromptTokens
 
 CHARS_A_TOKEN = 8
-"""A text with more characters for each token of the longest prompt is read in parts, until they have too many tokens."""
+"""A text with more characters for each token that a prompt may have is turned into tokens in parts. It is refused as soon as the
+parts have too many tokens.
+"""
 MOST_VALUES, TOKEN_VALUES = 300_000, 6
-"""The most values of a prompt's logprobs. The likeliest tokens are a value each, and the token of the prompt is TOKEN_VALUES. The JSON of a
-value has 5 marks (`foreign_json.MAX_MARKS`).
+"""The most values in the logprobs of a prompt. Each token of the prompt counts as TOKEN_VALUES values, and each of the likeliest
+tokens in its place as one value. The JSON of a value has 5 marks (`foreign_json.MAX_MARKS`).
 """
 PROBE = "pilotflame probe"
-"""A content for a trial. A chat template that shows it reads contents in the form of the trial."""
+"""The content of a trial message. If a chat template shows it, the template reads contents in the form of this message."""
 
 
 class Prompt(NamedTuple):
@@ -45,7 +47,7 @@ class Prompts:
         text, ids = "", request.prompt
         cut = _Cut.of(request, most)
         if request.messages is not None:
-            # Each message has a token at least.
+            # Refuse them before the template runs: each message has at least one token.
             if len(request.messages) > most:
                 raise _too_long(most)
             text = self._templated(request)
@@ -75,7 +77,7 @@ class Prompts:
     def _encoded(self, text: str, most: int, cut: _Cut | None, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens of a text. Raise InputInvalid if they are clearly more than `most`."""
         if cut is not None:
-            # A token more, because the first or the last one of a part may be another one than in the whole text.
+            # Keep the characters of one more token: at the cut, the first or the last token may differ from that of the whole text.
             text = cut.of_text(text, (cut.tokens + 1) * self._longest)
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             special: list[int] = self._tokenizer.encode("", add_special_tokens=add_special_tokens)
@@ -84,7 +86,7 @@ class Prompts:
         part, tokens = most * CHARS_A_TOKEN, 0
         for begin in range(0, len(text), part) if len(text) > part else ():
             tokens += len(self._tokenizer.encode(text[begin : begin + part], add_special_tokens=False))
-            # The cut between two parts may be within a token.
+            # A cut between two parts may divide a token into several, at most one for each character.
             tokens -= self._longest
             if tokens > most:
                 raise _too_long(most)
@@ -92,8 +94,8 @@ class Prompts:
         return found
 
     def bad_words(self, request: GenerationRequest) -> list[list[int]]:
-        """Return the tokens of each text that may not be made. As in vLLM, a text also has the tokens that it has after a space, unless
-        their number differs.
+        """Return the tokens of each text that may not be made. As in vLLM, also return the tokens that a text has after a space,
+        unless their number differs.
         """
         found: list[list[int]] = []
         for word in request.bad_words:
@@ -123,7 +125,7 @@ class Prompts:
         return {*texts} & known.keys()
 
     def _first(self) -> list[int]:
-        """Return the token before an empty prompt."""
+        """Return the token that replaces an empty prompt: the one that begins, or else the one that ends a sequence."""
         of = self._tokenizer
         return [token for token in (of.bos_token_id, of.eos_token_id) if token is not None][:1]
 
@@ -144,7 +146,7 @@ class Prompts:
                 continue_final_message=request.continue_final_message, tools=tools or None, **variables,
             )  # fmt: skip
         except Exception as error:
-            # The template is a program of the model's authors, and raises what it likes.
+            # The template is a program of the model's authors, and may raise any exception.
             raise InputInvalid(
                 f"The model's chat template does not take these messages: {error}",
                 remedy="Change the messages.",
@@ -177,11 +179,11 @@ class _Cut(NamedTuple):
 
     @classmethod
     def of(cls, request: GenerationRequest, most: int) -> _Cut | None:
-        """Return which tokens a request keeps, if a sequence has at most `most`; None if all."""
+        """Return which tokens a request keeps, if a sequence has at most `most`; None if it keeps all."""
         if (tokens := request.truncate_prompt_tokens) is None:
             return None
         room = most - (request.max_tokens or 1)
-        # A token more, because a prompt that is still too long is refused.
+        # Keep up to `most` + 1 tokens, so that a prompt that is still too long is refused.
         kept = max(1, room) if tokens < 0 else min(tokens, most + 1)
         return cls(kept, request.truncation_side == "left")
 
@@ -189,7 +191,7 @@ class _Cut(NamedTuple):
         return text[-chars:] if self.last else text[:chars]
 
     def of_list(self, ids: list[int], others: int = 0) -> list[int]:
-        """Return the tokens that are kept beside `others` other ones."""
+        """Return the tokens that are kept, if `others` other tokens are kept, too."""
         count = max(0, self.tokens - others)
         return ids[max(0, len(ids) - count) :] if self.last else ids[:count]
 
@@ -233,7 +235,7 @@ def _roles_with_parts(tokenizer: Any) -> frozenset[str]:
 def _too_long(
     most: int, asked: str = "the prompt is too long", remedy: str = "Shorten the prompt."
 ) -> InputInvalid:
-    """Return the error for a request without room, in the words that litellm and langchain look for."""
+    """Return the error for a request with too many tokens. Its message has the words that litellm and langchain look for."""
     message = f"This model's maximum context length is {most} tokens: {asked}."
     return InputInvalid(message, remedy=remedy, details={"reason": "context_length_exceeded"})
 
@@ -241,7 +243,7 @@ def _too_long(
 def most_new_tokens(request: GenerationRequest, prompt: int, most: int) -> int:
     """Return how many tokens each answer may have after `prompt` tokens, if a sequence has at most `most` tokens.
 
-    Raise InputInvalid if there is no room for a token, or not for max_tokens.
+    Raise InputInvalid if there is no room for a token, or if max_tokens is more than the room.
     """
     room, wanted = most - prompt, request.max_tokens
     if room < 1 or (wanted is not None and wanted > room):

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 LEAST_MASKED = 128
-"""The masked columns of a mean row at which single rows are faster than all rows at once."""
+"""If rows have at least this many masked columns in the mean, one call for each row is faster than one call for all rows."""
 OTHERS = ("position_bias", "cache", "softcap")
-"""Arguments with which attention is more than keys, values and a mask."""
+"""Arguments that change the attention. If one of them is set, `former` is called for all rows at once."""
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -27,7 +27,8 @@ _used: ContextVar[bool] = ContextVar("ragged_attention", default=False)
 
 @contextmanager
 def ragged_attention() -> Iterator[None]:
-    """Use it in the passes of this context, on a processor: a device starts one kernel faster than one for each row.
+    """Use this module's attention in the passes of this context. Use it only on a processor, because a device starts one kernel
+    faster than one for each row.
 
     Passes elsewhere in the process are not affected.
     """
@@ -54,7 +55,7 @@ class _RaggedAttention:
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         *more: Any, **others: Any,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        # A compiler that traces a model cannot follow the context.
+        # Do not read the context variable while a compiler traces the model, because the compiler cannot follow it.
         used = not torch.compiler.is_compiling() and _used.get()
         if used and attention_mask is None and _grouped(query, key, value, others):
             return _by_group(query, key, value, others.get("scaling")), None
@@ -77,7 +78,10 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, others: dict[str, Any]) 
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Return the attention of one token, with the heads of a group in place of tokens: (rows, 1, heads, size)."""
+    """Return the attention of one new token: (rows, 1, heads, size).
+
+    The query heads of a group are passed as if they were tokens, so the keys and values of a group are read once.
+    """
     rows, heads, tokens, size = query.shape
     groups = query.reshape(rows, key.shape[1], -1, size)
     found = torch.nn.functional.scaled_dot_product_attention(groups, key, value, scale=scale)
@@ -85,7 +89,7 @@ def _by_group(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
 
 
 def _starts(query: Tensor, mask: Tensor | None, others: dict[str, Any]) -> list[int] | None:
-    """Return the first column of each row; None if all rows at once are right and faster."""
+    """Return the first unmasked column of each row; None if one call for all rows is needed or faster."""
     rows, _, tokens, _ = query.shape
     if mask is None or any(others.get(name) is not None for name in OTHERS):
         return None

@@ -28,7 +28,7 @@ class Rows:
     """
 
     def __init__(self, layers: int, columns: int = LEAST_COLUMNS) -> None:
-        """`columns` is the number of columns that have room at first."""
+        """`columns` is the number of columns for which there is memory at first."""
         self.lengths: list[int] = []
         """The tokens of each row."""
         self.begin, self.end, self.tokens = 0, 0, 0
@@ -112,7 +112,7 @@ class Rows:
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """The keys and values of one layer: (rows, heads, columns, size of a head).
 
-    Its memory begins at the column `_first`, which other layers need not share.
+    Its memory begins at the column `_first`, which may differ between layers.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -155,9 +155,10 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self.keys[row, :, end - length : end], self.values[row, :, end - length : end]
 
     def reserve(self, rows: int, width: int, end: int, like: _Layer | None = None) -> None:
-        """Have memory for `rows` rows in the columns [end - width, end). The columns of the present rows may move in it.
+        """Make sure that there is memory for `rows` rows in the columns [end - width, end). This may move the columns of the
+        present rows.
 
-        A layer without memory gets one if `like` has one. A layer that shares the keys of another layer never has memory.
+        A layer without memory gets memory only if `like` has memory. A layer that shares the keys of another layer never has memory.
         """
         keys, values = self.keys, self.values
         if keys is None or values is None:
@@ -179,7 +180,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._new(keys, values, more, width + SPARE_COLUMNS)
             self._used = 0
         else:
-            # The old and the new columns overlap.
+            # Copy the old columns first, because they overlap with the new ones.
             old = [tensor.clone() for tensor in old]
         self._first = end - width
         self._used = max(self._used, width)
@@ -242,7 +243,7 @@ class Alone(Rows):
         self.lengths, self.cache = list(other.lengths), other.cache
 
     def take_back(self, tokens: int) -> None:
-        # The state may have the tokens, so the only row has to leave.
+        # The state may contain the tokens already, and cannot be restored. The row fails and leaves, which replaces the state.
         self.lengths = [self.lengths[0] - tokens]
 
     def leave(self, row: int) -> None:

@@ -7,7 +7,8 @@ All rows are as wide as the longest one. So n rows hold n times the tokens of th
 If the sequences get longer than expected, the youngest leaves the rows and waits again, with the tokens that it has made.
 
 Tenants share the engine (`fair_queue.py`): each token that is read or made counts, and the prompt of the tenant that was served least is read
-next, also in the middle of a longer prompt. Rows and window are shared equally. While a tenant below its share waits, rows above the share of another tenant wait again.
+next, also in the middle of a longer prompt. Rows and window are shared equally. While a tenant below its share waits, rows of a tenant
+above its share leave and wait again.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from ...fair_queue import FairQueue
 from .times import TimeLine
 
 LEAST_CHUNK, MOST_CHUNK = 4, 512
-"""The tokens of a chunk."""
+"""The fewest and the most tokens of a chunk. The last chunk of a prompt may have fewer."""
 REGAINED = 64
-"""After memory has run out, each step gives the rows one part in REGAINED of their room more."""
+"""After memory has run out, each step increases the tokens that the rows may have by one part in REGAINED, and by its new tokens."""
 DECAY = 0.95
-"""How much less each earlier chunk counts."""
+"""The weight of a chunk's time is multiplied by this with each later chunk."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +47,7 @@ class ScheduledSequence:
     """How many tokens of the prompt have been read, or are stored."""
 
     deadline_s: float = field(init=False)
-    """The order within a tenant, as the fair queue names it: first come, first served."""
+    """The order within a tenant: first come, first served. The fair queue sorts by this name."""
 
     def __post_init__(self) -> None:
         self.read, self.deadline_s = self.stored, float(self.number)
@@ -81,7 +82,7 @@ class StepSchedule:
     rows: list[ScheduledSequence] = field(default_factory=list)
     """The sequences that each step continues by a token."""
     reading: list[ScheduledSequence] = field(default_factory=list)
-    """The sequences whose prompts are being read, the last one first. They have places in the rows already."""
+    """The sequences whose prompts are being read, the last one first. Each of them already counts as a row."""
     _waiting: FairQueue[ScheduledSequence] = field(default_factory=FairQueue)
     _unfinished: ScheduledSequence | None = field(default=None, init=False)
     """The sequence whose chunk is read in part."""
@@ -110,18 +111,18 @@ class StepSchedule:
 
     @property
     def next(self) -> ScheduledSequence | None:
-        """The sequence that waits and gets the next place."""
+        """The waiting sequence that will be read next."""
         return self._waiting.first()
 
     def add(self, sequence: ScheduledSequence) -> None:
-        """Let a sequence wait for its place. Alone, it must fit into the window."""
+        """Add a sequence, which waits until it can be read. It must fit into the window when no other sequence runs."""
         queue, tenant, priority = self._waiting, sequence.tenant, sequence.priority
         others = {
             one.tenant for one in (*self.rows, *self.reading, *queue.heads()) if one.priority == priority
         }
         queue.add(sequence)
         if tenant not in others and others:
-            # The time without a sequence gives a tenant no advantage over a tenant with rows.
+            # Raise the tenant's service to the least of the others, so that its time without a sequence gives it no advantage.
             behind = min(queue.served(other, priority) for other in others) - queue.served(tenant, priority)
             queue.charge(tenant, priority, max(0.0, behind))
 
@@ -168,7 +169,7 @@ class StepSchedule:
                 self.reading.remove(sequence)
 
     def _turn(self, sequence: ScheduledSequence) -> tuple[int, float]:
-        """Return the order of tenants and priorities. The smaller one is served first."""
+        """Return a sequence's priority, and how much its tenant was served. The smaller pair is served first."""
         return sequence.priority, self._waiting.served(sequence.tenant, sequence.priority)
 
     def _above_window(self) -> list[ScheduledSequence]:
@@ -176,13 +177,13 @@ class StepSchedule:
         dropped: list[ScheduledSequence] = []
         while len(self.rows) > 1 and _held(self.rows) > self._room:
             dropped.append(self._take_youngest(self.rows))
-        # A sequence that is being read waits again at no cost but its reading.
+        # Then take out sequences that are being read. They lose only what was read of their prompts.
         while self.reading and len(places := [*self.rows, *self.reading]) > 1 and _held(places) > self._room:
             dropped.append(self._take_youngest(self.reading))
         return dropped
 
     def _make_place(self) -> list[ScheduledSequence]:
-        """Let rows of tenants above their share wait again, if a sequence of a tenant below its share then gets a place."""
+        """Let rows of tenants above their share wait again, if a sequence of a tenant below its share then fits."""
         head, kept, left = self._waiting.first(), list(self.rows), list[ScheduledSequence]()
         if head is None or not self._comes_first(head):
             return []
@@ -199,7 +200,7 @@ class StepSchedule:
         return left
 
     def _excess(self, head: ScheduledSequence, rows: list[ScheduledSequence]) -> ScheduledSequence | None:
-        """Return the youngest row of the tenant that holds the most, if it is above its share and the tenant of `head` is not."""
+        """Return the youngest row of the tenant with the most rows or tokens, if this tenant is above its share and the tenant of `head` is not."""
         victims = [one for one in rows if one.tenant != head.tenant and one.priority >= head.priority]
         if not victims:
             return None
@@ -214,19 +215,21 @@ class StepSchedule:
         return max((one for one in victims if one.tenant == most), key=_age)
 
     def above_share(self, sequence: ScheduledSequence) -> bool:
-        """Return True if the tenant of `sequence` holds more than its share while rows of other tenants wait for their tokens."""
+        """Return True if the tenant of `sequence` has more than its share of the rows or of the window, and other tenants have rows."""
         tenants = {one.tenant for one in (*self.rows, sequence)}
         own = [one for one in (*self.rows, *self.reading) if one.tenant == sequence.tenant]
         return len(tenants) > 1 and self._part(own) * len(tenants) > 1
 
     def _part(self, held: list[ScheduledSequence]) -> float:
-        """Return the part of the rows or of the window that a tenant's sequences hold. A single place is never too much."""
+        """Return the part of the rows or of the window that a tenant's sequences use, whichever is larger. Return 0 for a single
+        sequence, which is never above a share.
+        """
         return max(len(held) / self.most_rows, _held(held) / self._room) if len(held) > 1 else 0.0
 
     def drop_youngest(self) -> ScheduledSequence | None:
         """Let the youngest row wait again, because memory has run out. Return None if there is one row.
 
-        The rows get no more tokens at first, and then more with each step.
+        This lowers the limit of tokens to those of the other rows. The limit then rises with each step.
         """
         if len(self.rows) < 2:
             return None
@@ -236,7 +239,7 @@ class StepSchedule:
         return youngest
 
     def _take_youngest(self, sequences: list[ScheduledSequence]) -> ScheduledSequence:
-        """Remove the youngest sequence of the tenant with the most rows."""
+        """Remove a sequence of the lowest priority, and return it: the youngest one of the tenant with the most sequences."""
         count = Counter(one.tenant for one in (*self.rows, *self.reading))
         youngest = max(sequences, key=lambda one: (one.priority, count[one.tenant], one.number))
         sequences.remove(youngest)
@@ -249,13 +252,15 @@ class StepSchedule:
         self.add(sequence)
 
     def _admit(self) -> None:
-        """Give places to the sequences that are next, if there is room."""
+        """Begin to read the sequences that are next, while they fit."""
         while (head := self._waiting.first()) is not None and self._comes_first(head) and self._fits(head):
             self._waiting.remove(head)
             self.reading.append(head)
 
     def _comes_first(self, sequence: ScheduledSequence) -> bool:
-        """Return True if a waiting sequence is to be read now: before the rest of a longer prompt, if its tenant was served less."""
+        """Return True if a waiting sequence is to be read now: before the rest of a prompt of a lower priority, or before the rest
+        of a longer prompt if its tenant was served less.
+        """
         if not self.reading:
             return True
         other = self.reading[-1]
@@ -263,13 +268,13 @@ class StepSchedule:
         return sequence.priority < other.priority or (shorter and self._turn(sequence) < self._turn(other))
 
     def _fits(self, sequence: ScheduledSequence, rows: list[ScheduledSequence] | None = None) -> bool:
-        """Return True if there is a place for another sequence beside these rows, and a part of the window."""
+        """Return True if another sequence fits beside these rows, within `most_rows` and the window."""
         places = [*(self.rows if rows is None else rows), *self.reading]
         return not places or (len(places) < self.most_rows and _held([*places, sequence]) <= self._room)
 
 
 def _held(sequences: list[ScheduledSequence]) -> int:
-    """Return the tokens that these rows hold after the next step."""
+    """Return the tokens for which these rows need memory after the next step: as many for each row as for the longest one."""
     return len(sequences) * max((one.tokens + 1 for one in sequences), default=0)
 
 
@@ -283,13 +288,13 @@ class ChunkTimes:
     def __init__(self) -> None:
         self._times = TimeLine(DECAY)
         self._chosen = LEAST_CHUNK
-        """The last result of `tokens_within` beside rows. The next one is at most twice as large, since the line may be wrong there."""
+        """The last result of `tokens_within` beside rows. The next one is at most twice as large, since the line may be wrong for larger chunks."""
 
     def note(self, tokens: int, taken_s: float) -> None:
         self._times.note(tokens, taken_s)
 
     def line(self) -> tuple[float, float]:
-        """Return the seconds of a pass, and of each token. Chunks of one size show no line: then a pass costs nothing."""
+        """Return the seconds of a pass, and of each token. If all chunks have one size, the seconds of a pass are 0."""
         return self._times.fit(least=0.1, level=1.0)
 
     def tokens_within(self, seconds: float) -> int:

@@ -1,7 +1,8 @@
 """Linear layers with 16-bit weights on a processor that multiplies only wider numbers fast.
 
-There, torch's own product takes as long for each further token as for the first one. Here, the weights become float32 slice by slice, and BLAS
-multiplies a slice, which is still in the processor's cache, with all tokens. No copy of the weights stays.
+On such a processor, torch's own product takes as long for each further token as for the first one. `WidenedLinear` converts the weights
+to float32 slice by slice, and BLAS multiplies each slice with all tokens while it is still in the processor's cache. No copy of the
+weights stays.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 LEAST_TOKENS = 4
-"""The tokens at which this takes less time than torch's own product."""
+"""From this number of tokens on, this takes less time than torch's own product."""
 SLICE = 1 << 19
-"""The numbers of a slice, which has 2 MiB as float32."""
+"""How many weights a slice has. As float32, they have 2 MiB."""
 
 
 def _slow() -> frozenset[torch.dtype]:
@@ -35,7 +36,7 @@ class WidenedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         weight, bias = self.weight, self.bias
         outputs, inputs = weight.shape
-        # A weight of another class may be quantised. A compiler makes code of its own.
+        # Otherwise use torch's product: a weight of another class may be quantised, and a compiler makes code of its own.
         if (
             weight.dtype not in SLOW
             or input.dtype != weight.dtype
@@ -46,7 +47,7 @@ class WidenedLinear(nn.Linear):
             or torch.compiler.is_compiling()
         ):
             return super().forward(input)
-        # BLAS is faster with few columns than with few rows.
+        # Use the tokens as columns, because BLAS is faster with few columns than with few rows.
         columns = input.reshape(-1, inputs).float().t()
         found = columns.new_empty(outputs, columns.shape[1])
         step = max(1, SLICE // inputs)
@@ -55,7 +56,7 @@ class WidenedLinear(nn.Linear):
             torch.mm(part.float(), columns, out=out)
         if bias is not None:
             found += bias[:, None]
-        # Attention needs the numbers of a token side by side.
+        # Make the result contiguous, because attention needs the numbers of a token side by side.
         made = found.t().to(input.dtype, memory_format=torch.contiguous_format)
         return made.view(*input.shape[:-1], outputs)
 

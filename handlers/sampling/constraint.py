@@ -45,12 +45,12 @@ class Constraint:
         self.complete = self._matcher.is_stopped()
 
     def accepts(self, tokens: Sequence[int]) -> bool:
-        """Return True if an answer may have these tokens and end. The state is of no use afterwards."""
+        """Return True if an answer may have these tokens and end. Do not use the constraint afterwards."""
         known = self._matcher.try_consume_tokens([*tokens]) == len(tokens)
         return known and bool(self._matcher.is_accepting())
 
     def _check(self) -> None:
-        """Raise InputInvalid if the grammar is not valid, or needs more than the limits of llguidance, which may show late."""
+        """Raise InputInvalid if the grammar is not valid or exceeds a limit of llguidance. It may exceed a limit only after some tokens."""
         if self._matcher.is_error():
             reason = self._matcher.get_error().strip().partition("\n")[0]
             raise InputInvalid(
@@ -75,8 +75,8 @@ class Constraints:
         return Constraint(self._matcher(self._tokens, self._matcher.grammar_from_lark(grammar), log_level=0))
 
     def check_properties(self, schema: dict[str, Any]) -> None:
-        """Raise InputInvalid if a property of the schema also matches a pattern of its object: llguidance would leave an answer without
-        its end.
+        """Raise InputInvalid if a property of the schema also matches one of the `patternProperties` of its object: llguidance
+        would not let an answer end.
         """
         left: list[Any] = [schema]
         while left:
@@ -92,7 +92,7 @@ class Constraints:
                     )
 
     def _overlap(self, names: Collection[str], patterns: Collection[str]) -> bool:
-        """Return True if one of the names matches one of the patterns. llguidance takes linear time for any pattern."""
+        """Return True if one of the names matches one of the patterns. Ask llguidance, which takes linear time for any pattern."""
         either = [{"type": "string", "pattern": pattern} for pattern in patterns]
         grammar = self._matcher.grammar_from_json_schema(json.dumps({"enum": [*names], "anyOf": either}))
         return not self._matcher.validate_grammar(grammar)

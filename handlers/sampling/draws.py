@@ -11,15 +11,18 @@ from torch import Tensor
 from .sampling import Sampling
 
 LEAST_TEMPERATURE = 0.01
-"""A lower temperature is as good as this one, and would exceed the range of the numbers."""
+"""Lower temperatures are raised to this one, which already takes the likeliest token nearly always. Logits that are divided by
+less could exceed the range of float32.
+"""
 CANDIDATES = 256, 4096
-"""How many of the likeliest tokens are tried, one after the other. Nearly all limits end among them, and to sort a whole vocabulary takes
+"""The limits (top_k, top_p, min_p) are tried on the 256 likeliest tokens, then on 4096, and then on the whole vocabulary. The first
+of these groups with all tokens that the limits permit is used. It is nearly always a small one, and sorting a whole vocabulary takes
 much longer.
 """
 
 
 def drawn(scores: Tensor, samplings: Sequence[Sampling], random: Sequence[float]) -> list[int]:
-    """Return a token for each row of `scores` (rows, vocabulary), which change. `random` has a number for each row, from 0 to 1."""
+    """Return a token for each row of `scores` (rows, vocabulary). This changes `scores`. `random` has a number from 0 to 1 for each row."""
     heat = [max(of.temperature, LEAST_TEMPERATURE) for of in samplings]
     scores /= torch.tensor(heat, device=scores.device)[:, None]
     tokens = [0] * len(samplings)
@@ -46,7 +49,7 @@ def drawn(scores: Tensor, samplings: Sequence[Sampling], random: Sequence[float]
 
 
 def rows_of(scores: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return these rows. All rows are not copied, because that takes as long as a draw."""
+    """Return these rows. If they are all rows, return `scores` itself, because a copy takes as long as a draw."""
     return scores if len(rows) == len(scores) else scores[[*rows]]
 
 
@@ -55,7 +58,7 @@ def _limits(of: Sampling) -> bool:
 
 
 def _among(scores: Tensor, samplings: Sequence[Sampling], random: Sequence[float], count: int) -> list[int]:
-    """Return a token for each row from its `count` likeliest ones; -1 if the limits of the row permit others."""
+    """Return a token for each row from its `count` likeliest tokens; -1 if the limits of the row may permit other tokens, too."""
     values, order = scores.topk(count) if count < scores.shape[-1] else scores.sort(descending=True)
 
     def column(numbers: list[float]) -> Tensor:
@@ -63,7 +66,7 @@ def _among(scores: Tensor, samplings: Sequence[Sampling], random: Sequence[float
 
     last = torch.tensor([min(of.top_k, count) - 1 if of.top_k > 0 else count - 1 for of in samplings])
     least = values[:, :1] + column([math.log(of.min_p) if of.min_p else -math.inf for of in samplings])
-    # A token that may not follow is never kept, even if fewer than top_k are left.
+    # Never keep a token that may not follow (-inf), even if fewer than top_k other tokens are left.
     kept = (
         (values > -math.inf)
         & (values >= least)
@@ -85,6 +88,6 @@ def _picked(shares: Tensor, random: Sequence[float]) -> Tensor:
     """Return the column (rows, 1) in which each row's random share of the sum of `shares` lies."""
     sums = shares.cumsum(-1, dtype=torch.float64)
     wanted = torch.tensor(random, dtype=torch.float64, device=shares.device)[:, None] * sums[:, -1:]
-    # A share of 0 at the end is never picked.
+    # Stay below the sum, so that a share of 0 at the end is never picked.
     largest = torch.nextafter(sums[:, -1:], torch.zeros_like(wanted))
     return torch.searchsorted(sums, torch.minimum(wanted, largest), right=True)

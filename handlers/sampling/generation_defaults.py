@@ -24,7 +24,7 @@ class GenerationDefaults:
         self._ends = settings.get("eos_token_id")
 
     def sampling(self, asked: Sampling) -> Sampling:
-        """Return the fields that a request has set over the defaults."""
+        """Return the defaults, in which the fields that a request has set replace those of the model."""
         return Sampling(**self._sampling | asked.model_dump(exclude_unset=True))
 
     def ends(self, *others: int | Iterable[int] | None) -> list[int]:
@@ -40,7 +40,7 @@ def seeded(sampling: Sampling, index: int) -> Sampling:
     """Return the sampling of answer number `index`, which has a seed of its own."""
     if not index or sampling.seed is None:
         return sampling
-    # The next seed after the largest is the smallest.
+    # After the largest seed, continue with the smallest.
     seed = (sampling.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
     return sampling.model_copy(update={"seed": seed})
 

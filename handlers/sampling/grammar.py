@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ...errors import InputInvalid
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON has the spaces of Python's json.dumps. If a model could choose them, it could write spaces without end."""
+"""Fixes the spaces in JSON, as in Python's json.dumps. If a model could choose them, it could write spaces without end."""
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 _EBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
 MOST_EBNF_CHARS, MOST_EBNF_RULES = 64 << 10, 1000
-"""The translation from EBNF is Python, and takes minutes for a larger grammar."""
+"""Larger grammars in EBNF are refused, because their translation, which is in Python, would take minutes."""
 
 
 class OutputFormat(BaseModel):
@@ -41,7 +41,7 @@ def output_rules(output: OutputFormat) -> str:
         return f"answer: {json_rule(output.json_schema)}"
     if output.choice is not None:
         return f"answer: {' | '.join(map(text_rule, output.choice))}"
-    # The pattern may have escaped them already.
+    # Escape slashes and line breaks for Lark, unless the pattern has escaped them already.
     pattern = re.sub(r"\\(?s:.)|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), output.regex or "")
     return f"answer: /{pattern}/"
 
@@ -60,7 +60,7 @@ def lark_of(grammar: str) -> str:
 
         return str(gbnf_to_lark(grammar))
     except Exception as error:
-        # The translation raises what it likes.
+        # The translation may raise any exception.
         raise InputInvalid(
             f"The grammar cannot be translated from EBNF: {error}",
             remedy="Name its first rule root, or send it in the Lark form.",

@@ -9,14 +9,14 @@ from torch import Tensor
 from .sampler import Logprobs, logprobs_of
 
 ROWS = 64
-"""How many logits are turned into logprobs at a time. Each takes the memory of a vocabulary."""
+"""How many rows of logits are turned into logprobs at a time. Each row takes the memory of a vocabulary."""
 
 
 class PromptLogprobs:
     """The logprobs of one prompt."""
 
     def __init__(self, ids: Sequence[int], count: int) -> None:
-        """`count` is how many of the likeliest tokens each place has."""
+        """`count` is the number of likeliest tokens to report in each place."""
         self._ids, self._count = ids, count
         self.found: list[Logprobs] = []
         """The logprobs of the second token and of all later tokens."""
@@ -26,13 +26,15 @@ class PromptLogprobs:
         return len(self.found) == len(self._ids) - 1
 
     def taken(self) -> list[Logprobs]:
-        """Return the logprobs, and keep none."""
+        """Return the logprobs, and forget them."""
         found, self.found = self.found, []
         return found
 
     def add(self, begin: int, logits: Tensor) -> None:
-        """Note the logits (tokens, vocabulary) after the tokens from number `begin` on. A prompt may be read again, in part or as a whole."""
-        # Nothing follows the last token of the prompt but the answer.
+        """Note the logits (tokens, vocabulary) after the tokens from number `begin` on. A prompt may be read again, so skip tokens
+        that were noted before.
+        """
+        # Skip the logits after the last token of the prompt, because they are for the answer.
         for first in range(len(self.found) - begin, min(len(logits), len(self._ids) - 1 - begin), ROWS):
             rows = logits[first : min(first + ROWS, len(self._ids) - 1 - begin)]
             following = self._ids[begin + first + 1 :][: len(rows)]

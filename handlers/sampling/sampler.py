@@ -53,7 +53,9 @@ ChosenToken = tuple[int, Logprobs | None]
 
 
 class TokenLimits:
-    """The tokens that no answer to a request may have. The samplers of its answers share them, in the engine's thread."""
+    """The tokens that no answer to a request may have. The samplers of all answers share this object, so only the engine's
+    thread uses it.
+    """
 
     def __init__(self, allowed: Collection[int] | None, bad_words: Sequence[Sequence[int]] = ()) -> None:
         """`bad_words` has the tokens of each text that may not be made."""
@@ -76,7 +78,7 @@ class TokenLimits:
         return self._allowed is None and not self._bad
 
     def allow(self, scores: Tensor) -> None:
-        """Give each token that is not allowed -inf in scores (vocabulary,)."""
+        """In scores (vocabulary,), set each token that is not allowed to -inf."""
         if self._allowed is None:
             return
         if self._prepared is None:
@@ -85,14 +87,14 @@ class TokenLimits:
         scores.fill_(-math.inf)[self._prepared] = kept
 
     def forbid(self, scores: Tensor, last: Sequence[int]) -> None:
-        """Give each token -inf that would end a bad word after the tokens `last`."""
+        """In scores (vocabulary,), set each token that would complete a bad word after the tokens `last` to -inf."""
         befores = (tuple(last[len(last) - length :]) for length in self._lengths if length <= len(last))
         ended = [token for before in befores for token in self._bad.get(before, ()) if token < len(scores)]
         scores[ended] = -math.inf
 
 
 class Sampler:
-    """Says how the tokens of one sequence are chosen, and knows those that were."""
+    """Chooses the tokens of one sequence, and counts the chosen tokens for the penalties."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class Sampler:
         grammar: Grammar | None = None,
         limits: TokenLimits | None = None,
     ) -> None:
-        """`ends` are the tokens that end a sequence. The limits are made of `sampling`, unless they are shared."""
+        """`ends` are the tokens that end a sequence. Without `limits`, only `sampling.allowed_token_ids` limits the tokens."""
         self.sampling, self._grammar = sampling, grammar
         self._limits = limits or TokenLimits(sampling.allowed_token_ids)
         self._ends = sorted({*ends} | {*sampling.stop_token_ids})
@@ -136,7 +138,7 @@ class Sampler:
             self._grammar.accept(token)
 
     def limit(self, scores: Tensor) -> None:
-        """Change scores (vocabulary,) by the penalties of the request, and give each token that may not follow -inf."""
+        """Apply the penalties of the request to scores (vocabulary,), and set each token that may not follow to -inf."""
         of = self.sampling
         self._limits.allow(scores)
         if of.logit_bias:
@@ -158,7 +160,7 @@ class Sampler:
             kept = scores[ends]
             scores[ends] = -math.inf
             if not bool(scores.isfinite().any()):
-                # There is no other token to choose.
+                # Permit the ends again if no other token may follow.
                 scores[ends] = kept
 
     def random(self) -> float:
@@ -175,7 +177,8 @@ class Sampler:
 def choose(
     samplers: Sequence[Sampler], logits: Tensor, rows: Sequence[int] | None = None
 ) -> list[ChosenToken | Exception]:
-    """Choose and note the next token of each sampler from its row of `logits` (rows, vocabulary), all at once. `rows` are their numbers.
+    """Choose and note the next token of each sampler from its row of `logits` (rows, vocabulary), all at once. `rows` are
+    the numbers of these rows.
 
     Return for each row its choice, or the error that makes one impossible. An error changes no other row.
     """
@@ -184,7 +187,7 @@ def choose(
     if len(samplers) > 1:
         with suppress(Exception):
             return _chosen(samplers, rows_of(logits, rows), random)
-    # There may be too little memory for all rows at once.
+    # Choose row by row. For all rows at once, there may be too little memory.
     made: list[ChosenToken | Exception] = []
     for sampler, row, share in zip(samplers, rows, random, strict=True):
         try:
@@ -242,7 +245,9 @@ def _logprobs(samplers: Sequence[Sampler], logits: Tensor, tokens: Sequence[int]
 
 
 def logprobs_of(found: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
-    """Return the logprobs of a token for each row of `found` (rows, vocabulary), and of the likeliest `counts` ones."""
+    """For each row of `found` (rows, vocabulary), return the logprobs of its token in `tokens`, and of as many of the likeliest
+    tokens as `counts` says.
+    """
     chosen = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
     top = found.topk(min(max(counts), found.shape[-1]))
     lines = zip(chosen, counts, top.indices.tolist(), top.values.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""What a request says of the choice of its tokens."""
+"""The options of a request for the choice of its tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Sampling(BaseModel):
 
     @property
     def greedy(self) -> bool:
-        """True if the next token is the largest logit, and no field needs more."""
+        """True if each token is the one with the largest logit: no field changes the logits or asks for logprobs."""
         plain = self.repetition_penalty == 1 and not self.logit_bias and self.top_logprobs is None
         return (
             plain

@@ -12,7 +12,7 @@ from ..language_model.adapters import CONFIG, read_config, valid_config
 # The ranks that vLLM takes as `max_lora_rank`.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MOST_TOGETHER = 8
-"""How many different adapters share a step of the engine. vLLM keeps device memory for this number."""
+"""How many different adapters may share a step of the engine. vLLM reserves device memory for this number of adapters."""
 
 
 class VllmAdapters:
@@ -42,9 +42,9 @@ class VllmAdapters:
         }
 
     async def request(self, name: str | None) -> Any:
-        """Return vLLM's LoRARequest for an adapter, once its bytes are on this node. None for no adapter.
+        """Wait until the bytes of an adapter are on this node, and return vLLM's LoRARequest for it. Return None without a name.
 
-        Raise SnapshotError or SourceError if it does not arrive.
+        Raise SnapshotError or SourceError if the adapter does not arrive.
         """
         if name is None:
             return None

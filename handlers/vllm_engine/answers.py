@@ -12,7 +12,7 @@ from ..language_model.answer_form import check_answer
 from ..language_model.answer_parts import AnswerParts, add_text
 from ..language_model.contract import Delta, FinishReason, GenerationRequest, TokenLogprob, TokenUsage
 
-# vLLM also has "abort" and "error": then the answer is not whole.
+# vLLM also has the reasons "abort" and "error". `_reason` raises for them, because the answer is not complete.
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 
 
@@ -23,8 +23,9 @@ class VllmAnswers:
         self, parts: Sequence[AnswerParts | None], prompt_tokens: int, top: int | None, decode: Callable[[list[int]], str],
         request: GenerationRequest | None = None, *, echoed: str = "",
     ) -> None:  # fmt: skip
-        """`parts` has the reader of each answer. `top` is how many logprobs each token has; None: none. `decode` keeps
-        special tokens. Answers to `request` have its format, if it has one. `echoed` is the text before each answer.
+        """`parts` are the readers of the answers; None: the whole answer is text. `top` is the number of likeliest tokens that the
+        logprobs of each token list; None: no logprobs. `decode` returns the text of token ids, special tokens included. If
+        `request` has an output format or requires a call, each answer is checked against it. `echoed` is the text before each answer.
         """
         self._request, self._said = request, defaultdict[int, list[str]](list)
         self._parts, self._top, self._decode = parts, top, decode
@@ -78,7 +79,7 @@ class VllmAnswers:
     def _without_end(self, one: Any) -> str:
         """Return the text without the token that has ended it.
 
-        vLLM leaves this token in the text if the request asks for its stop strings and special tokens are kept.
+        vLLM leaves this token in the text if the request asks to keep stop strings and special tokens in it.
         """
         text: str = one.text
         if one.finish_reason != "stop" or isinstance(one.stop_reason, str):

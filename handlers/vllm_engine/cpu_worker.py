@@ -9,17 +9,18 @@ from typing import Any
 try:
     from vllm.v1.worker.cpu_worker import CPUWorker
 except ImportError:
-    # vLLM is no dependency, and another version may have it elsewhere.
+    # vLLM is no dependency, and another version may have the class elsewhere.
     CPUWorker: Any = object  # type: ignore[no-redef]
 
 WARM_UP_TOKENS = 8
 
 
 class SmallWarmUp(CPUWorker):  # type: ignore[misc, unused-ignore]
-    """A worker that loads compiled code by a pass of few tokens.
+    """A worker that loads compiled code with a pass of few tokens.
 
-    vLLM's own worker takes as many tokens as a batch may have. That takes two minutes for 400 MB of weights, and measures nothing if the
-    configuration says how much memory keys and values have. The first pass, which compiles, keeps its size: the compiler looks at it.
+    The pass of vLLM's own worker has as many tokens as a batch may have. It takes two minutes for 400 MB of weights. Its
+    measurement has no effect if the configuration sets the memory for keys and values. The first pass, which compiles, keeps its
+    full size, because the compiler uses the size.
     """
 
     def determine_available_memory(self) -> int:

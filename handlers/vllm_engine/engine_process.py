@@ -1,10 +1,11 @@
 """Runs vLLM's engine core in a fork that a worker makes at its start, and that waits until the worker needs the engine.
 
-vLLM makes this process with `multiprocessing`, at the time of need. A worker has threads by then, so vLLM would have to start an
-interpreter, which imports vLLM again. `WaitingEngine` is forked before the worker starts a thread. It inherits vLLM's imports and
-the configuration, and receives from the worker what is known later: vLLM's arguments, the environment, the number of threads.
+vLLM itself makes this process with `multiprocessing` when the engine starts. A worker has threads by then, so vLLM would have to
+start an interpreter, which imports vLLM again. `WaitingEngine` is forked before the worker starts a thread. It inherits vLLM's
+imports and the configuration, and receives from the worker what is known later: vLLM's arguments, the environment, the number of
+threads.
 
-This is the one file that uses private names of vLLM, in `NAMES`. Without one of them, vLLM starts its processes itself.
+`NAMES` has the private names of vLLM that this module needs. If this vLLM lacks one of them, vLLM starts its processes itself.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NAMES = {
     "vllm.v1.executor.uniproc_executor:UniProcExecutor": (),
 }  # fmt: skip
 """The private names of vLLM, as MODULE:NAME, and parameters that they must have."""
-# Modules that the engine's process would import at its start.
+# Modules to import before the fork. Otherwise the engine's process would import them at its start.
 _AHEAD = (
     "vllm.v1.core.sched.scheduler", "vllm.model_executor.layers.quantization.online.base",
     "vllm.distributed.elastic_ep.elastic_execute", "vllm.v1.pool.flash_maxsim",
@@ -57,7 +58,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def missing_name() -> str | None:
-    """Return the first private name that this vLLM lacks, or that lacks a parameter. None if all is there."""
+    """Return the first of NAMES that this vLLM lacks, or has without one of the parameters; None if it has all of them."""
     for name, parameters in NAMES.items():
         module, _, inner = name.partition(":")
         try:
@@ -81,17 +82,18 @@ def import_ahead(config: Any) -> None:
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     for module in (*_AHEAD, *(_AHEAD_ON_CPU if config.device_config.device_type == "cpu" else ())):
-        # Without one of them, the engine's process imports it, or fails and says why.
+        # Ignore a failed import: the engine's process imports the module again, and reports the error if it needs the module.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
-    # vLLM reads the names of all modules for it, and so takes a copy of their memory. Once is enough.
+    # The method reads the names of all modules, which would copy the pages of their memory in each fork. So call it
+    # here, and let later calls do nothing.
     if (register := getattr(current_platform, _OVERRIDES, None)) is not None:
         register()
         setattr(current_platform, _OVERRIDES, lambda: None)
 
 
 def has_descriptors_of_processes() -> bool:
-    """Return False if the kernel is older than 5.3."""
+    """Return True if the kernel has descriptors of processes. Linux has them since 5.3."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError:
@@ -127,7 +129,9 @@ class WaitingEngine:
         self._asked: dict[str, Any] = {}
 
     def takes(self, name: str, kwargs: dict[str, Any]) -> bool:
-        """Note what the engine core gets. Return False if it cannot get that any more, because it has been forked."""
+        """Note the arguments of the engine core. Return False if the forked process cannot use them: it has got arguments before,
+        it was forked with another configuration, or it does not know one of them.
+        """
         other = kwargs.get("vllm_config") is not self._config or kwargs.get("tensor_queue") is not None
         if self._asked or other or kwargs.keys() - _KNOWN:
             return False
@@ -139,9 +143,9 @@ class WaitingEngine:
         """Let the process run the engine core, with this process's environment and folder."""
         asked = {
             **self._asked, "environ": dict(os.environ), "threads": self.threads,
-            # The paths of vLLM's sockets are relative to it.
+            # The paths of vLLM's sockets are relative to this folder.
             "folder": str(Path.cwd()),
-            # The worker knows it since its start.
+            # `setup` has set it after the fork.
             "weights": self._config.load_config.model_loader_extra_config,
         }  # fmt: skip
         with self._ours as ours:
@@ -149,8 +153,8 @@ class WaitingEngine:
 
     @property
     def exitcode(self) -> int | None:
-        """None while the process runs, and after a kill the negative number of the signal."""
-        # A thread of vLLM asks, too.
+        """The exit code; None while the process runs. After a kill, it is the negative number of the signal."""
+        # A thread of vLLM reads the exit code at the same time.
         with self._asking:
             if self._exitcode is None:
                 try:
@@ -182,7 +186,7 @@ class WaitingEngine:
 
 @contextlib.contextmanager
 def engine_core_in(waiting: WaitingEngine | None) -> Iterator[None]:
-    """In the block, let vLLM run its engine core in `waiting`. Without it, vLLM starts a process itself."""
+    """In the block, let vLLM run its engine core in `waiting`. If `waiting` is None, vLLM starts a process itself."""
     from vllm.v1.engine import utils  # noqa: PLC0415
 
     if waiting is None:
@@ -193,7 +197,7 @@ def engine_core_in(waiting: WaitingEngine | None) -> Iterator[None]:
     def process(*, target: Any, name: str, kwargs: dict[str, Any]) -> Any:
         if waiting.takes(name, kwargs):
             return waiting
-        # A fork of this process, which has threads, could hang.
+        # Spawn, because a fork of this process, which has threads, could hang.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         return made().Process(target=target, name=name, kwargs=kwargs)
 
@@ -205,18 +209,18 @@ def engine_core_in(waiting: WaitingEngine | None) -> Iterator[None]:
 
 
 def _run(ours: socket.socket, config: Any, parent: int) -> None:
-    """Wait for the worker, run the engine core, and end this process. The worker's end ends it, too."""
+    """Wait for the worker's message, run the engine core, and end this process. The kernel also ends this process when the worker ends."""
     code = 1
     try:
         end_with(parent)
-        # vLLM writes it before each line of its log.
+        # vLLM writes this name before each line of its log.
         multiprocessing.current_process().name = WaitingEngine.name
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         _close_sockets(but=ours.fileno())
         with ours, ours.makefile("rb") as received:
             asked = received.read()
-        # Without a request, the worker ends before it has needed the engine.
+        # Without a message, the worker has ended before it needed the engine.
         if asked:
             _run_engine_core(json.loads(asked), config)
         code = 0
@@ -242,7 +246,7 @@ def _run_engine_core(asked: dict[str, Any], config: Any) -> None:
     os.environ.update(asked.pop("environ"))
     os.chdir(asked.pop("folder"))
     forget_devices()
-    # A fork reads no variables of OpenMP.
+    # Set the number here, because a fork does not read the variables of OpenMP.
     torch.set_num_threads(asked.pop("threads"))
     config.load_config.model_loader_extra_config = asked.pop("weights")
     executor = Executor.get_class(config)
@@ -250,7 +254,7 @@ def _run_engine_core(asked: dict[str, Any], config: Any) -> None:
 
 
 def forget_devices() -> None:
-    """Forget what vLLM keeps of the node's first GPU: the zygote knew no other, and this process may have another model of GPU."""
+    """Forget the facts about the node's first GPU that vLLM has stored in the zygote. This process may have another model of GPU."""
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     if (forget := getattr(current_platform.get_device_capability, "cache_clear", None)) is not None:
@@ -258,7 +262,9 @@ def forget_devices() -> None:
 
 
 def _close_sockets(but: int) -> None:
-    """Close what a spawned worker has opened already, so that the gateway sees the worker's end at once."""
+    """Close all sockets but one. A spawned worker has opened sockets before the fork. If this process kept them, the gateway
+    would not see the worker's end at once.
+    """
     for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208  names
         # OSError: the descriptor of the listing itself.
         with contextlib.suppress(OSError):
@@ -270,5 +276,5 @@ def end_with(parent: int) -> None:
     """Let the kernel kill this process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # The parent has ended before the call.
+        # The parent has ended before the call, so the kernel would not kill this process.
         os._exit(1)

@@ -33,7 +33,7 @@ def register() -> None:
         def load_weights(self, model: Any, model_config: Any) -> None:
             snapshot = Snapshot.referred(self.load_config.model_loader_extra_config)
             loaded: set[str] | None = model.load_weights(snapshot.arrived())
-            # A file may have been written to meanwhile.
+            # Raise if a file was changed while it was read.
             snapshot.check()
             # vLLM's own loader makes the same exception: quantised models have parameters that no file has.
             if loaded is not None and model_config.quantization is None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-# The tokenizer's threads would not survive the fork of a worker.
+# Let the tokenizer start no threads, because they would not survive the fork of a worker.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
@@ -44,13 +44,13 @@ FIXED = ("model", "tokenizer", "load_format", "model_loader_extra_config")
 """The arguments of vLLM's engine that follow from the snapshot."""
 DEFAULTS = {
     "scheduling_policy": "priority", "disable_log_stats": True,
-    # The hits of a shared cache would tell a caller what other callers have sent.
+    # Off, because the hits of a shared cache would tell a caller what other callers have sent.
     "enable_prefix_caching": False,
 }  # fmt: skip
 ENVIRONMENT = {
     # Later starts skip the run that measures the memory for keys and values.
     "VLLM_ENABLE_STARTUP_PLAN": "1",
-    # The engine waits for weights that are being fetched. A fetch may take as long.
+    # How long vLLM waits for its engine, which waits for the fetch of the weights.
     "VLLM_ENGINE_READY_TIMEOUT_S": "3600",
     # By default, vLLM sends facts about the machine and the model to its authors.
     "VLLM_NO_USAGE_STATS": "1",
@@ -63,13 +63,13 @@ CPU_CACHE_BYTES = 1 << 30
 
 
 def configured(folder: str, engine_args: dict[str, Any]) -> Any:
-    """Return the VllmConfig of the model in a folder. `engine_args` precede DEFAULTS. Raise what vLLM raises."""
+    """Return the VllmConfig of the model in a folder. `engine_args` override DEFAULTS. Raise what vLLM raises."""
     from vllm import AsyncEngineArgs  # noqa: PLC0415  vLLM is no dependency
     from vllm.config import StructuredOutputsConfig  # noqa: PLC0415
     from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: PLC0415
 
-    # The backend "guidance" compiles the same grammars as the own engine.
+    # The backend "guidance" compiles the same grammars as pilotflame's own engine.
     given = DEFAULTS | {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}
     given["enable_sleep_mode"] = current_platform.is_sleep_mode_available()
     if current_platform.is_cpu():
@@ -89,7 +89,8 @@ def configured(folder: str, engine_args: dict[str, Any]) -> Any:
     if all(
         engine_args.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "pipeline", "prefill_context")
     ):
-        # As a class: by its name, vLLM replaces it on processors, because only a new process reads OpenMP's variables.
+        # Pass the executor as a class. On processors, vLLM would replace an executor that is given by its name, because only a
+        # new process reads OpenMP's variables.
         given["distributed_executor_backend"] = UniProcExecutor
     given |= {"model": folder, "load_format": LOAD_FORMAT} | engine_args
     return AsyncEngineArgs(**given).create_engine_config()
@@ -125,7 +126,7 @@ class VllmModel:
             os.environ.setdefault(variable, value)
         self._config = configured(str(snapshot.path), loras | engine_args)
         self._logs_no_stats = bool(engine_args.get("disable_log_stats", True))
-        # If vLLM cannot run in a fork, its own process imports these.
+        # If vLLM cannot run in a fork, import nothing ahead, because its own process imports the modules again.
         if missing_name() is None:
             import_ahead(self._config)
         self._waiting: WaitingEngine | None = None
@@ -161,15 +162,16 @@ class VllmModel:
         # Without this variable, vLLM has one thread.
         if self._config.device_config.device_type == "cpu":
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        # A socket's path has 107 characters at most, and the names of folders of functions are longer.
+        # Make the path relative, because a socket's path has 107 characters at most, and the folder's absolute path may be longer.
         os.environ.setdefault("VLLM_RPC_BASE_PATH", os.path.relpath(tempfile.gettempdir()))  # noqa: ASYNC240  two short calls
-        # vLLM for processors has set this variable. The engine core has no threads when it starts the processes of its own.
+        # Replace the value that vLLM for processors has set. A waiting engine core may fork its own processes, because it has no
+        # threads when it starts them.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn" if self._waiting is None else "fork"
         self._config.load_config.model_loader_extra_config = self._snapshot.reference()
         self._context = context
         if self._waiting is not None:
             self._waiting.threads = threads
-        # In a thread, so that the worker sees meanwhile that it must end.
+        # Start it in a thread, so that the event loop can still receive a request to end the worker.
         self._engine = await asyncio.to_thread(self._started)
         if self._ended:
             self.teardown()

@@ -23,8 +23,8 @@ FIELDS = {
 }  # fmt: skip
 """The fields of `Sampling`, and their names in vLLM."""
 REFUSED = ("first_token_by", "token_ms")
-"""The fields of a request for which vLLM has nothing."""
-# vLLM takes -1 for no seed, and adds the number of the answer to the seed.
+"""The fields of a request that have no effect in vLLM. A request that sets one of them is refused."""
+# Seeds are reduced modulo this number, because vLLM takes -1 for no seed, and adds the number of the answer to the seed.
 _SEEDS = 1 << 62
 
 
@@ -56,7 +56,7 @@ class VllmRequests:
         parts = [self._forms.parts(request, prompt) for _ in range(request.n)]
         sampling = self._defaults.sampling(request.sampling)
         grammar = self._forms.grammar(request, prompt)
-        # The marks of calls may be special tokens.
+        # If answers are parsed, keep special tokens, because the marks of calls may be special tokens.
         params = sampling_params(request, sampling, most_new, grammar, marks=parts[0] is not None)
         echoed = self._tokenizer.decode(prompt.ids, skip_special_tokens=True) if request.echo else ""
         answers = VllmAnswers(
@@ -86,7 +86,7 @@ def sampling_params(
     given["logit_bias"] = dict(sampling.logit_bias) or None
     given["stop_token_ids"] = list(sampling.stop_token_ids)
     if request.n > 1 and not sampling.temperature:
-        # vLLM refuses several answers of the likeliest tokens. With `top_k`, it draws from one token.
+        # vLLM refuses several answers at temperature 0. So let it draw from the one likeliest token.
         given |= {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
     given["seed"] = None if sampling.seed is None else sampling.seed % _SEEDS
     return SamplingParams(

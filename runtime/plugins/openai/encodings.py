@@ -179,7 +179,7 @@ def check_tokens(live: Live, event: dict[str, Any]) -> None:
 
 
 def output_of(kind: type[T], live: Live, output: bytes) -> T:
-    """Return a function's output. Raise OutputInvalid if it is something else."""
+    """Return a function's output as a `kind`. Raise OutputInvalid if it is something else."""
     wrong = f"{live.record.function} is no model of this kind: its handler returns something else than {kind.__name__}."
     return validate_output(
         kind, output, wrong, f"Return pilotflame's {kind.__name__}, or call it at /invoke."

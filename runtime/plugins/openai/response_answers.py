@@ -85,7 +85,7 @@ class ResponseAnswer:
         return events
 
     def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[ResponseEvent]:
-        """Add text to an item of this kind, and begin one if there is none."""
+        """Add text to the last item. If this item is of another kind, end it first and begin an item of `kind`. Return the events."""
         events: list[ResponseEvent] = []
         if not self._items or self._items[-1]["type"] != kind:
             events = [*self._finish_item(), *self._begin_item(kind)]
@@ -134,7 +134,7 @@ class ResponseAnswer:
         ]
 
     def _keep(self) -> dict[str, Any]:
-        """Put the pieces into the last item. Return the part of its text, or the call."""
+        """Put the pieces of text into the last item. Return the part with its text or, for a call, the item itself."""
         item = self._items[-1]
         calls = item["type"] == "function_call"
         part: dict[str, Any] = item if calls else item["content"][0]

@@ -1,7 +1,7 @@
 """The routes of OpenAI's API: models, chats, completions, responses, embeddings; rerank and score, as Jina and vLLM have them.
 
-`model` is the name of a function, unless the path has the name. The function's handler takes the events of `handlers/language_model/contract.py`. This package knows nothing of how
-it answers them.
+`model` is the name of a function, unless the path has the name. The function's handler takes the events of
+`handlers/language_model/contract.py`. This package does not know how the handler answers them.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class OpenAiApi(ApiPlugin):
 
         read = partial(output_of, RerankOutput, live)
         found = await self.call(request, live.record.function, event, read=read)
-        # The response may have the documents of the request.
+        # Count the size of the request, because the response may repeat the documents of the request.
         return await outputs_response(request, request[BODY_BYTES], lambda: asked.answer(found, request_id))
 
     async def score(self, request: web.Request) -> web.StreamResponse:

@@ -80,7 +80,7 @@ class DetokenizeRequest(_TokenRequest):
 
 
 def _event(fields: dict[str, Any]) -> GenerationRequest:
-    # A handler that does not know `prompt_only` should make little.
+    # Limit the answer to a token, in case a handler does not know `prompt_only`.
     return validate(GenerationRequest, {**fields, "prompt_only": True, "max_tokens": 1}, REMEDY)
 
 

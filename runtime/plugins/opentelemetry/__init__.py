@@ -1,1 +1,1 @@
-"""Exports traces and metrics of invocations to a collector of OpenTelemetry."""
+"""Exports traces and metrics of invocations, and the logs of functions, to a collector of OpenTelemetry."""

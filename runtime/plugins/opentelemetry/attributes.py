@@ -16,7 +16,7 @@ TRIGGERS: Mapping[Source, str] = {"http": "http", "queue": "pubsub", "job": "oth
 
 
 def resource(name: str, **attributes: str) -> Resource:
-    """Return what the variables say about this process. Without OTEL_SERVICE_NAME, the service is `name`."""
+    """Return the resource that OpenTelemetry's variables describe. If they name no service, the service is `name`."""
     named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get(
         "OTEL_RESOURCE_ATTRIBUTES", ""
     )

@@ -92,7 +92,7 @@ class LogCollector:
         self._dropped = 0
 
     def deliver(self, records: Sequence[LogRecord]) -> tuple[int, str]:
-        """Send records, again after failures that may pass. Return how many are lost, and why."""
+        """Send records. Repeat this after failures that may be temporary. Return how many records are lost, and why."""
         status, why, answer = self._post(self._message(records))
         if status == TOO_LARGE and len(records) > 1:
             middle = len(records) // 2
@@ -152,7 +152,7 @@ def _rejected(answer: bytes) -> tuple[int, str]:
     try:
         partial = ExportLogsServiceResponse.FromString(answer).partial_success
     except DecodeError:
-        # A proxy in between may answer for the collector.
+        # Count no loss: a proxy may have answered for the collector.
         return 0, ""
     lost = partial.rejected_log_records
     return lost, (partial.error_message or "it rejects them") if lost else ""

@@ -47,7 +47,7 @@ class FunctionMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._since_ns = time.time_ns()
-        # By function: when the latest start of a worker that is recorded was requested.
+        # For each function, the time of the request for the latest worker start that was recorded.
         self._asked_s = dict[str, float]()
         reader = PeriodicExportingMetricReader(ExporterWithDurations(self._durations))
         self._provider = MeterProvider([reader], resource(NAME), shutdown_on_exit=False)
@@ -71,7 +71,7 @@ class FunctionMetrics:
 
     def note_start(self, function: str, start: Activation) -> None:
         """Record the start of a worker for which an invocation has waited."""
-        # Several invocations may have waited for one start.
+        # Record a start once, although several invocations may have waited for it.
         if start.asked_s > self._asked_s.get(function, 0.0):
             self._asked_s[function] = start.asked_s
             self._init.record(start.ready_s - start.asked_s, {"faas.name": function})

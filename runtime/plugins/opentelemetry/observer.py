@@ -69,7 +69,7 @@ class OpenTelemetry(Observer):
             events.begun.append(self._spans.begin)
             events.generated.append(self._spans.note_generated)
         if self._logs is not None:
-            # After the spans, which give the invocation its span.
+            # Subscribe after `InvocationSpans.begin`, because `LogExport.begin` reads the span that it gives an invocation.
             events.begun.append(self._logs.begin)
             events.logged.append(self._logs.note)
         events.ended.append(self._note_end)

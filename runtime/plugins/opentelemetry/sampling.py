@@ -38,11 +38,11 @@ class TraceSampling:
         self._sampler = sampler or TracerProvider(shutdown_on_exit=False).sampler
         self.roots = _roots(self._bound(""))
         """For each request without a parent, the `traceparent` of its span; "" if it is not sampled."""
-        # By the decision of the caller.
+        # The bounds for requests with a parent, by whether the caller has sampled the parent.
         self._bounds = {sampled: self._bound(f"-{PARENT}-{sampled:02x}") for sampled in (False, True)}
 
     def child(self, traceparent: str) -> str:
-        """Return the `traceparent` of a span whose parent is a caller's span. If that is invalid, return one of `roots`.
+        """Return the `traceparent` of a span whose parent is a caller's span. If the argument is invalid, return one of `roots`.
 
         `traceparent` matches `timeline.TRACEPARENT`.
         """

@@ -35,7 +35,7 @@ LOG = logging.getLogger(__name__)
 # of its batch have ended, too.
 DELAY_S = 0.25
 # In one turn of the event loop, the spans of AT_ONCE invocations are made, which takes 5 ms. The next turn comes PAUSE_S later.
-# More than MOST_WAITING invocations do not wait for their spans.
+# While MOST_WAITING invocations wait for their spans, a further invocation gets no spans.
 AT_ONCE, PAUSE_S, MOST_WAITING = 256, 0.02, 4096
 SCOPE = InstrumentationScope(NAME, __version__)
 SAMPLED, UNSET = TraceFlags(TraceFlags.SAMPLED), Status()
@@ -77,7 +77,7 @@ class InvocationSpans:
         if len(self._waiting) == MOST_WAITING:
             self._dropped += 1
             return
-        # The input and the output may be large, and no span has them.
+        # Drop the input and the output, because they may be large and no span has them.
         self._waiting.append((time.monotonic(), end._replace(call=None, output=None), known))
         self._schedule()
 
@@ -114,7 +114,7 @@ class InvocationSpans:
 
     def _on_timer(self) -> None:
         self._timer = None
-        # The next timer is for invocations that end later than half of the delay from now.
+        # Include invocations that ended at least half of the delay ago, so that the next timer is not due sooner than half of the delay from now.
         self._make(self._take(time.monotonic() - DELAY_S / 2))
         if self._dropped:
             LOG.warning("%d sampled invocations have no spans, because too many ended at once", self._dropped)
@@ -173,7 +173,7 @@ class InvocationSpans:
 
 
 class OneResource(Resource):
-    """A resource whose hash is computed once. The exporter needs it for each span, and a `Resource` writes itself as JSON each time."""
+    """A resource whose hash is computed once. The exporter needs the hash for each span, and `Resource` computes it from its JSON each time."""
 
     def __init__(self, of: Resource) -> None:
         super().__init__(of.attributes, of.schema_url)
@@ -192,7 +192,7 @@ class SpanOutput:
         self._offset_ns = 0
 
     def start_turn(self) -> None:
-        """Compare the monotonic clock with Unix time. The next spans are made with the difference."""
+        """Measure the difference between Unix time and the monotonic clock. It converts the times of the next spans."""
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     def make(

@@ -58,9 +58,9 @@ class HandlerSpans:
             self._attach(self._unsampled())
 
     def _unsampled(self) -> Any:
-        """Return a context with a span that is not sampled, so that the handler's spans are not, either.
+        """Return a context with a new span that is not sampled. The handler's spans inherit this decision.
 
-        The gateway sends no span of a request that has no trace and is not sampled.
+        It is used when the gateway sends no `traceparent`: the request has no trace, and the gateway has not sampled it.
         """
         trace = self._trace
         ids = int.from_bytes(os.urandom(16)), int.from_bytes(os.urandom(8))
@@ -80,7 +80,7 @@ class HandlerSpans:
     def close(self) -> None:
         """Send the last spans, for up to FLUSH_S."""
         if self._shutdown is not None:
-            # The exporter tries again for longer if the collector does not answer.
+            # Shut down in a thread, because the exporter tries for longer than FLUSH_S if the collector does not answer.
             flush = threading.Thread(target=self._shutdown, daemon=True)
             flush.start()
             flush.join(FLUSH_S)

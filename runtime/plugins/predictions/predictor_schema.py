@@ -69,7 +69,7 @@ def _moved(
         name = found[1]
         return f'"{REFERENCE}{_free(name, function, taken)}"' if name in known else found[0]
 
-    # In one walk: the text may refer to each of a thousand definitions.
+    # Replace all references in one pass, because the text may refer to each of a thousand definitions.
     moved: dict[str, Any] = orjson.loads(_REFERENCE.sub(place, orjson.dumps(schema).decode()))
     definitions = moved.pop("$defs", {})
     components.update({_free(name, function, taken): one for name, one in definitions.items()})

@@ -50,8 +50,8 @@ class FileStore:
         self._pending: dict[str, Share] = {}
 
     def load(self, owner: str = ALL) -> None:
-        """In the first call, find the stored files, and remove incomplete uploads that an earlier gateway has left. The files of `owner`
-        are wanted.
+        """In the first call, find the stored files, and remove incomplete uploads that an earlier gateway has left. `owner` has an
+        effect only in `SharedFileStore`.
 
         Raises StorageFull if the folder cannot be created or read.
         """
@@ -71,7 +71,7 @@ class FileStore:
     def begin(self, owner: str, name: str, most: int = MAX_FILE_BYTES) -> Upload:
         """Return a new upload, and reserve `most` bytes of the owner's share for it. Call `load` before.
 
-        In the end, the caller must pass the upload to `discard`. This method does not touch the disk, so it does not
+        The caller must pass the upload to `discard` at the end, also after `finish`. This method does not touch the disk, so it does not
         block. Raises InputTooLarge if the owner's share has too little space left.
         """
         file_id, most = secrets.token_hex(16), min(most, MAX_FILE_BYTES)

@@ -151,13 +151,13 @@ class FilesApi:
         return await made(request, size, lambda: dump_json(_replaced(found, contents))), files
 
     async def brought(self, job: Job) -> Job:
-        """Return a job with the paths of its files on this machine. Another gateway may have accepted it. Raise JobStoreFailed."""
+        """Return a job with the paths of its files on this machine. Another gateway may have accepted the job. Raise JobStoreFailed."""
         about = (job.extra or {}).get(FORM_OF_JOB, {})
         ids = {url: match[2] for url in about.get("files", ()) if (match := _URL.fullmatch(url))}
         try:
             files = await asyncio.to_thread(self._files, ids, ALL) if ids else {}
         except InputInvalid:
-            # The handler reports that a file is missing.
+            # Run the job anyway: the handler reports that a file is missing.
             return job
         except StorageFull as error:
             raise JobStoreFailed(error.message, remedy=error.remedy) from error
@@ -175,7 +175,7 @@ class FilesApi:
         files = await asyncio.to_thread(self._files, dict(urls), owner)
         if most is None:
             return {url: str(path) for url, (_, path) in files.items()}, {}
-        # An input may have the same URL many times.
+        # Count a file for each of its URLs in the input, which may have the same URL many times.
         if (size := sum(files[url][0].size for url, _ in urls)) * 4 // 3 > most:
             message = f"The input's files have {size} bytes. They reach a function in a container inside the body, of at most {most} bytes, a third more."
             raise InputTooLarge(message, remedy="Send addresses from which the function can fetch them.")
@@ -249,7 +249,7 @@ def _urls(found: Any, authority: str) -> Iterator[tuple[str, str]]:
 
 
 def _texts(found: list[Any]) -> Iterator[tuple[Any, Any, str]]:
-    """Yield (list or object, position or name, string) for each string in a parsed list. The string may be replaced."""
+    """Yield (list or object, position or name, string) for each string in a parsed list. The caller may replace the string."""
     stack: list[Any] = [found]
     while stack:
         one = stack.pop()

@@ -122,7 +122,7 @@ class ReplicateApi(ApiPlugin):
             fields["extra"]["prediction"]["files"] = files
         job, replayed = await self._backend.submit(request, live, given, **fields)
         if wait_s:
-            # While the caller waits, the input is not kept, neither as bytes nor parsed.
+            # Free the memory of the input, both as bytes and parsed, while the caller waits.
             job = job.bare()
             del wanted, body, given, fields
             job = await self._jobs.wait(job.function, job.id, wait_s)
@@ -175,7 +175,7 @@ def _file_store(backend: Backend) -> FileStore:
     root, check_disk = backend.state / "files", backend.disk.check
     if backend.database is None:
         return FileStore(root, check_disk)
-    # It needs psycopg, which a gateway without the setting `database` need not have.
+    # Import it here, because it needs psycopg, which a gateway without the setting `database` need not have.
     from ...ground.storing.postgres_blobs import PostgresBlobs  # noqa: PLC0415
 
     return SharedFileStore(

@@ -14,7 +14,7 @@ from .file_store import FileStore, Share, unknown_file
 from .upload import CONTENT, HIDDEN, StoredFile, Upload, reported
 
 if TYPE_CHECKING:
-    # They need psycopg, which a gateway without the setting `database` need not have.
+    # These modules need psycopg, which a gateway without the setting `database` need not have.
     from ...ground.storing.blobs import Blobs
     from ...ground.storing.postgres import PostgresPool
 
@@ -28,7 +28,7 @@ _EXPIRE = "DELETE FROM uploads WHERE created_s <= ? RETURNING id"
 
 
 class SharedFileStore(FileStore):
-    """Its methods also raise JobStoreFailed.
+    """The files in the database. The methods also raise JobStoreFailed.
 
     An owner's share does not count the uploads that other gateways receive at the same time.
     """
@@ -36,7 +36,8 @@ class SharedFileStore(FileStore):
     def __init__(self, root: Path, check_disk: Callable[[], None], pool: PostgresPool, blobs: Blobs) -> None:
         super().__init__(root, check_disk)
         self._pool, self._blobs = pool, blobs
-        # One file at a time is in memory. A file without a row is one that this lock's owner stores, or a copy of a deleted one.
+        # `finish` and `_copied` hold this lock, so that at most one file is in memory. `sweep` holds it, too: then a file without
+        # a row is a copy of a deleted file, and not a file that `finish` is storing.
         self._moving = threading.Lock()
 
     def load(self, owner: str = ALL) -> None:

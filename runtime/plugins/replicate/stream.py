@@ -26,7 +26,8 @@ from .problem import ERRORS
 SIGNATURE = Parameter("signature", "As in `urls.stream` of the prediction.", required=True)
 PATH = "/v1/streams/{id}"
 _REASONS = {JobState.CANCELLED: "canceled", JobState.FAILED: "error", JobState.TIMED_OUT: "error"}
-# A list of all lines would need fifty times the memory of an output that consists of ends of lines.
+# A text is encoded in parts of this size. A list of all its lines would need fifty times the memory of a text that consists
+# of ends of lines.
 _PART_CHARS = 64 << 10
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
@@ -92,7 +93,7 @@ def _event(name: str, text: str, number: int) -> Iterator[bytes]:
     start = 0
     while start < len(text):
         end = start + _PART_CHARS
-        # The two characters of one end of a line stay together.
+        # Keep the two characters of an end of a line in one part.
         end += text[end - 1 : end + 1] == "\r\n"
         yield _LINE_END.sub("\ndata: ", text[start:end]).encode()
         start = end

@@ -45,7 +45,7 @@ class Upload:
     """
 
     def __init__(self, root: Path, file_id: str, owner: str, name: str, most: int) -> None:
-        """The file may have `most` bytes. Nothing is written before the first block."""
+        """The file may have at most `most` bytes. Nothing is written before the first block."""
         self.file_id = file_id
         self._root, self._owner, self._name, self._most = root, owner, name, most
         self._folder = root / f"{HIDDEN}{file_id}"

@@ -1,7 +1,7 @@
-"""The request log of one function: it holds calls, and writes them to a store in batches.
+"""The request log of one function, which collects calls and writes them to a store in batches.
 
 The event loop only appends to a list of limited size. Everything else runs in threads, so a store that does not answer
-slows no call: its calls are dropped and counted.
+slows no call. The log drops and counts the calls for which there is no room.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ BATCH_S = 10.0
 BATCH_BYTES = 4 << 20
 """A batch is written when its first call has waited for BATCH_S, or when its calls have BATCH_BYTES."""
 WRITE_S, LAST_WRITE_S = 60.0, 4.0
-"""The time that one write may take, and the rest of this time after `close`. A gateway that ends waits 10 s for its tasks."""
+"""The limit of one write, and the limit after `close`, which also applies to a write that is under way. It is short, because a
+gateway that ends waits only 10 s for its tasks.
+"""
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 """The delay before a failed write is repeated. It doubles with each failure."""
 
@@ -78,7 +80,7 @@ class FunctionLog:
             self._full.set()
 
     def close(self) -> None:
-        """Let `run` write what it has, with one attempt, and return."""
+        """Let `run` write the calls that the log has, with one attempt, and return."""
         self._closed.set()
         self._arrived.set()
         self._full.set()

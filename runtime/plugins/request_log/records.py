@@ -15,12 +15,12 @@ from ...ground.telemetry.invocation_end import InvocationEnd
 
 REDACTED = "[redacted]"
 MAX_PAYLOAD_BYTES = 256 << 10
-"""An input or output that is larger is not in the log, only its size."""
+"""Of a larger input or output, only the size is in the log."""
 OVERHEAD_BYTES = 1024
 
 
 class LoggedCall(NamedTuple):
-    """A call that has ended: what its record says beside input and output, and its JSON, if it is not too large."""
+    """A call that has ended: the facts for its record, and its input and output. An input or output that is no JSON or too large is None."""
 
     facts: dict[str, Any]
     input: bytes | None

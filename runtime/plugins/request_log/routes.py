@@ -31,7 +31,7 @@ class RequestLogApi(ApiPlugin):
         self._logs: dict[str, FunctionLog] = {}
 
     async def sweep(self) -> None:
-        """Keep logs until cancelled. Then write what the logs hold."""
+        """Keep logs until cancelled. Then let each log write the calls that it has."""
         functions = self.backend.functions
         events = functions.events
         subscribed = ((events.live, self._follow), (events.deleted, self._forget))
@@ -81,7 +81,7 @@ class RequestLogApi(ApiPlugin):
         settings, say = record.settings.request_log, functools.partial(functions.log, name)
 
         def opened() -> Source:
-            # The store uses what an event source of the function may use.
+            # The store may use the same credentials and addresses as an event source of the function.
             access = functions.policies.queue_access(record.deployed_by)
             return self._stores.open(settings.store or "", functions.secrets.of(name), access)
 
@@ -91,7 +91,7 @@ class RequestLogApi(ApiPlugin):
             say(f"{error.message} {error.remedy}")
             return
         if not self._logs:
-            # Calls pass this plugin only while a function has a log.
+            # Subscribe to calls only while a function has a log.
             functions.events.ended.append(self._note_end)
         self._logs[name] = log
         functions.tasks.keep(log.run, name=f"request_log {name}")

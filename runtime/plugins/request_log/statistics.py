@@ -32,7 +32,7 @@ class ReferenceWindow:
 
     def __init__(self, values: Sequence[float]) -> None:
         ordered = sorted(values)
-        # Values that occur often make fewer bins.
+        # Equal edges become one, so that values that occur often make fewer bins.
         self._edges = sorted({ordered[len(ordered) * number // BINS] for number in range(1, BINS)})
         self._shares = self._shares_of(values)
 
@@ -54,7 +54,7 @@ class NumberStatistics:
     """The statistics of one number of a function."""
 
     def __init__(self, digest: TDigest) -> None:
-        """`digest` is empty."""
+        """`digest` must be empty."""
         self.digest = digest
         self.shift: float | None = None
         """The shift of the latest full window; None until there was a second window."""

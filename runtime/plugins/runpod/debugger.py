@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 
 class Checkpoints:
-    """The names and durations of steps that handlers measure. All calls return the same object."""
+    """The names and durations of steps that handlers measure. `Checkpoints()` always returns the same object."""
 
     _only: ClassVar[Checkpoints | None] = None
 

@@ -155,7 +155,7 @@ class RunPodJobs:
 
     @contextmanager
     def _job(self, event: Any, context: Context) -> Iterator[dict[str, Any]]:
-        """Yield the job for the handler. On exit, retire the worker if it asked for that, and adapt its concurrency."""
+        """Yield the job for the handler. On exit, retire the worker if the user has set `refresh_worker`, and adapt its concurrency."""
         job = job_of(event, context)
         self._running[str(job["id"])] = context
         try:
@@ -163,7 +163,7 @@ class RunPodJobs:
         finally:
             self._running.pop(str(job["id"]), None)
             if not self._running and (debugger := sys.modules.get(DEBUGGER)) is not None:
-                # As RunPod's worker does: the next job measures steps of the same names.
+                # Clear the steps, as RunPod's worker does, because the next job measures steps of the same names.
                 debugger.clear_debugger_output()
             if self._refresh:
                 context.retire()

@@ -125,7 +125,7 @@ def output_of(job: Job) -> OpenAiOutput | None:
 
 
 def in_form(job: Job) -> Job:
-    """Return a job with worker-vllm's output if its input is a request of OpenAI's API. Takes as long as reading the output.
+    """Return a job with worker-vllm's output if its input is a request of OpenAI's API. Blocks while it parses the output.
 
     An output that has no deltas stays as it is.
     """
@@ -172,6 +172,6 @@ async def pieces_of(
         found = await store.pieces(job.id, output.read, most)
         numbered = await in_turn(request, partial(_read, output, found))
         return [(number, text) for number, text in numbered if number > after]
-    # The answer is one piece, which is there at the end.
+    # Without a stream, the answer is one piece, which exists once the job has completed.
     number, whole = max(1, job.pieces), (await read_in_form(request, job)).output
     return [(number, whole[1:-1])] if job.state.final and whole and after < number else []

@@ -1,4 +1,4 @@
-"""Remembers for each job and caller which pieces of a stream the polls have returned: RunPod's clients do not say it."""
+"""Remembers for each job and caller which pieces of a stream the polls have returned, because RunPod's clients do not send the last number."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ if TYPE_CHECKING:
 
 MAX_POLLERS = 10_000
 _READ = "SELECT last FROM polls WHERE job = ? AND owner = ?"
-# The job may have been deleted meanwhile.
+# Writes nothing if the job was deleted meanwhile.
 _WRITE = """INSERT INTO polls (job, owner, last) SELECT id, ?2, ?3 FROM jobs WHERE id = ?1
 ON CONFLICT (job, owner) DO UPDATE SET last = excluded.last RETURNING last"""
 _DROP = "DELETE FROM polls WHERE job = ? AND owner = ? RETURNING last"
 
 
 class Polls:
-    """The polls of all callers, as (job, owner). An administrator is a caller, too, so their polls take no pieces from the job's owner.
+    """The polls of all callers. A poller is (job, owner). An administrator is another poller than the job's owner, so the polls of
+    the one take no pieces from the other.
 
     With `pool`, the numbers of pieces are in the database, so that any gateway can answer the next poll. Then the methods raise JobStoreFailed.
     """
 
     def __init__(self, pool: PostgresPool | None) -> None:
         self._pool = pool
-        # The number of the last piece. The job that was polled last is at the end.
+        # The number of the last piece for each poller. The poller that got pieces last is at the end.
         self._last: OrderedDict[tuple[str, str], int] = OrderedDict()
         # The outputs of jobs with requests of OpenAI's API, which have read the pieces that the polls have returned.
         self._outputs: dict[tuple[str, str], OpenAiOutput] = {}
@@ -40,11 +41,13 @@ class Polls:
         return int(rows[0][0]) if rows else 0
 
     def output(self, poller: tuple[str, str]) -> OpenAiOutput | None:
-        """Return the output that an earlier poll has read, if it is here. A poll at the same time does not get it."""
+        """Remove and return the output that earlier polls at this gateway have read; None if there is none. So another poll at
+        the same time gets None.
+        """
         return self._outputs.pop(poller, None)
 
     async def note(self, poller: tuple[str, str], after: int, last: int, output: OpenAiOutput | None) -> None:
-        """Let the next poll continue after the piece `last` instead of `after`. It may get `output`."""
+        """Let the next poll continue after the piece `last` instead of `after`. The next poll may reuse `output`."""
         if last > after:
             if self._pool is not None:
                 await asyncio.to_thread(self._pool.rows, _WRITE, *poller, last)

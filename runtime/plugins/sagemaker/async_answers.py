@@ -28,8 +28,9 @@ from .pending_answers import AnswerFiles, PendingAnswer, PendingAnswers, SharedA
 
 WAIT_S = 3600.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S, TRIES = 1.0, 300.0, 12
-"""An answer that cannot be written is tried again after pauses, which double, in all for about 35 minutes. A gateway that starts again
-tries again, too."""
+"""If an answer cannot be written, it is written again after pauses that double. The pauses between the tries are about
+19 minutes in all. A gateway that starts again tries again, too.
+"""
 
 
 class AsyncAnswers:
@@ -39,7 +40,7 @@ class AsyncAnswers:
         self._backend, self._objects = backend, objects
         self._pending: PendingAnswers = AnswerFiles(backend.state)
         self._left = asyncio.Event()
-        """Set when a gateway has gone, which may have left answers."""
+        """Set when another gateway has gone, because it may have left answers."""
         self._present = set[str]()
         if backend.database is not None and (members := backend.members) is not None:
             self._pending = SharedAnswers(backend.database, members.incarnation)
@@ -47,7 +48,7 @@ class AsyncAnswers:
         self._added: asyncio.Queue[PendingAnswer] = asyncio.Queue()
 
     async def add(self, pending: PendingAnswer) -> None:
-        """Remember where the answer of a job goes. Only then tell the job's id to its caller."""
+        """Store where the answer of a job goes. Await this before the caller gets the job's id."""
         await asyncio.to_thread(self._pending.put, pending)
         self._added.put_nowait(pending)
 
@@ -72,7 +73,7 @@ class AsyncAnswers:
             await self._left.wait()
 
     def _look(self, present: set[str]) -> None:
-        """Note which gateways there are, after each heartbeat."""
+        """Note which gateways there are. Each heartbeat calls this."""
         if not self._present <= present:
             self._left.set()
         self._present = present
@@ -85,14 +86,14 @@ class AsyncAnswers:
             # The job or the function was deleted, and with it the answer or the right to write it.
             done = True
         except PilotflameError as error:
-            # The deliveries of all owners are in one group, which an error would end.
+            # Do not raise: an error would end the task group with the deliveries of all owners.
             text = f"The answer of {pending.job} stays pending: {error}"
             self._backend.functions.log(pending.function, text)
             done = False
-        # A replay of the request adds the job again, and its answer is then written again.
+        # Accept the job again: a replay of the request adds it again, and its answer is then written again.
         begun.discard(pending.job)
         if done:
-            # If it stays pending, it is written again.
+            # If the removal fails, the answer stays pending, and the next gateway writes it again.
             with contextlib.suppress(JobStoreFailed):
                 await asyncio.to_thread(self._pending.remove, pending.job)
 
@@ -121,7 +122,9 @@ class AsyncAnswers:
                 return job
 
     def _live(self, pending: PendingAnswer, function: object) -> Live:
-        """Raise UnknownFunction also if another function has the name now: its secrets write no answer of this one."""
+        """Return the live function of an answer. Raise UnknownFunction if `function` was deleted, even if another function has its
+        name now, because the secrets of the other function must not write this answer.
+        """
         live = self._backend.functions.get(pending.function)
         if live.function is not function:
             raise UnknownFunction(f"{pending.function} was deleted, and another function has its name.")

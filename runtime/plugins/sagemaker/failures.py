@@ -1,4 +1,4 @@
-"""Describes errors as SageMaker's endpoints do: an error of the function is a ModelError, any other error is of the request."""
+"""Describes errors as SageMaker's endpoints do: an error of the function is a ModelError, and other errors have SageMaker's other names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MODEL_ERRORS = (
     errors.HandlerError, errors.HandlerFailed, errors.OutputInvalid, errors.InputInvalid, errors.WorkerDied,
     errors.DeadlineExceeded, errors.ActivationFailed,
 )  # fmt: skip
-"""The errors of the function. RevisionRetired and FunctionStopped say nothing about its code. A CallEnded is not repeated by
-clients as a ModelError, and is repeated as another error.
+"""The errors of the function, except those in `_NOT_OF_THE_MODEL`, which say nothing about its code. Clients repeat a call after
+other errors, but not after a ModelError. So a CallEnded that must not be repeated is also a ModelError.
 """
 _NOT_OF_THE_MODEL = (errors.RevisionRetired, errors.FunctionStopped)
 _NAMES: tuple[tuple[Any, str, int], ...] = (

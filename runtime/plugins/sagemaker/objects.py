@@ -19,12 +19,14 @@ from ...node.functions.registry import Functions
 
 T = TypeVar("T")
 INPUT, OUTPUT = "SAGEMAKER_ASYNC_INPUT", "SAGEMAKER_ASYNC_OUTPUT"
-"""The variables in a function's `env` with the prefixes, as s3://bucket/prefix, below which inputs and answers are."""
+"""The variables in a function's `env` that name the prefixes of inputs and of answers, as s3://bucket/prefix."""
 SCHEME = "s3://"
 MAX_READS, MAX_WRITES = 8, 4
 """How many inputs, and how many answers, of one function are read and written at the same time."""
 CALL_S = 30.0
-"""How long a caller waits for the store to answer, with all attempts. The caller of a read waits as long for earlier reads."""
+"""How long a caller waits for the store to answer, with all attempts. Before a read, the caller also waits up to this long for
+earlier reads.
+"""
 ATTEMPTS = 2
 PIECE_BYTES = 64 << 10
 _REMEDY = "Set env.SAGEMAKER_ASYNC_OUTPUT of the function to a prefix, as s3://bucket/answers, or submit a job at /v2."
@@ -97,7 +99,7 @@ class Objects:
 
     async def write(self, live: Live, url: str, body: bytes, content_type: str) -> None:
         """Write an object, after earlier writes of the function. Raise PolicyViolation, SourceError."""
-        # The policy may have become narrower since the job was submitted.
+        # Check the policy again, because it may have become narrower since the job was submitted.
         self._prefix(live, OUTPUT)
 
         def write(client: Any, place: dict[str, str]) -> None:

@@ -11,12 +11,12 @@ from pydantic import BaseModel, ValidationError
 from ....snapshot.publish import publish
 
 if TYPE_CHECKING:
-    # It needs psycopg, which a gateway without the setting `database` need not have.
+    # This module needs psycopg, which a gateway without the setting `database` need not have.
     from ...ground.storing.postgres import PostgresPool
 
 FOLDER = "sagemaker"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}\.json")
-# The job may have been deleted meanwhile.
+# Writes nothing if the job was deleted meanwhile.
 _PUT = """INSERT INTO pending_answers (job, incarnation, answer) SELECT id, ?2, ?3 FROM jobs WHERE id = ?1
 ON CONFLICT (job) DO UPDATE SET incarnation = excluded.incarnation, answer = excluded.answer RETURNING job"""
 _TAKE_OVER = """UPDATE pending_answers SET incarnation = ?1
@@ -37,10 +37,12 @@ class PendingAnswers(Protocol):
     """The answers that are not written yet. All methods block."""
 
     def put(self, pending: PendingAnswer) -> None:
-        """Store an answer, which this gateway writes."""
+        """Store an answer that this gateway will write."""
 
     def take_over(self) -> list[PendingAnswer]:
-        """Return the answers of this gateway, and those that others have left at their end. From now on, this gateway writes them."""
+        """Return the answers of this gateway, and those that gateways which have ended have left. From now on, this gateway writes
+        all of them.
+        """
 
     def remove(self, job: str) -> None:
         """Forget an answer of this gateway."""
@@ -58,7 +60,7 @@ class AnswerFiles:
             file.write(pending.model_dump_json().encode())
 
     def take_over(self) -> list[PendingAnswer]:
-        """Leave out a file that a crash has broken."""
+        """Return the answers of all files, except files that a crash has broken."""
         found = []
         for path in sorted(self._folder.glob("*.json")):
             if _NAME.fullmatch(path.name):

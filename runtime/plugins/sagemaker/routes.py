@@ -59,7 +59,7 @@ class SageMakerApi(ApiPlugin):
         self._answers = AsyncAnswers(backend, self._objects)
 
     def routes(self) -> Sequence[Route]:
-        # The bodies of 424 and 429 are errors too. boto3 retries none of them but ThrottlingException.
+        # The responses with status 424 and 429 also have errors as bodies. Of the two, boto3 retries only 429, ThrottlingException.
         shared: dict[str, Any] = {
             "body": Any, "body_required": False, "parameters": PARAMETERS, "errors": (400, 424, 429, 500, 503), "aws_signed": True,
             **ERRORS,
@@ -75,7 +75,7 @@ class SageMakerApi(ApiPlugin):
     def bare_routes(self) -> Sequence[Route]:
         body: dict[str, Any] = {"body": Any, "body_required": False, "parameters": PARAMETERS[:2]}
         return [
-            # TorchServe has the same path, where it says less.
+            # `accepts` lets this row precede the same path of TorchServe, whose response says less.
             Route("GET", "/ping", self.ping, None, "Show the health of the only function.", {"status": str}, errors=(404, 422, 503), accepts=_any),
             Route("POST", "/invocations", self.invoke_only, Scope.INVOKE, "Call the only function.", {JSON_TYPE: Any, "*/*": Any}, errors=(400, 404, 408, 413, 422, 429, 500, 503, 504), **body),
         ]  # fmt: skip

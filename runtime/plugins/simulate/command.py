@@ -50,7 +50,8 @@ MAX_CALLS = 5_000_000
 MAX_LOGGED_CALLS = 1_000_000
 MAX_WORKERS = 1000
 POSITIVE, PRICE = click.FloatRange(min=0, min_open=True), click.FloatRange(min=0)
-# The usual rungs are measurements of MiniLM on CPUs: the GB of memory or of disk that it holds, the seconds to wake.
+# The rungs without --rung and without measurements of a gateway. They were measured with MiniLM on CPUs. Each has a name, the
+# GB of memory or of disk that it uses, and the seconds to wake.
 USUAL_RUNGS = ("ready:0.45:0", "zygote:0.1:0.03", "local:0.1disk:5.8")
 SERVICE_S = 0.2
 POLICIES = ("policy", "fixed:5", "fixed:60", "fixed:600", "always-on")
@@ -428,7 +429,7 @@ def replay(functions: Sequence[ReplayedFunction], policy: str) -> dict[str, Any]
     replays = [Replay(one.arrivals, one.service_s, one.ladder, choose(one), quiet_s) for one in functions]
     whole, rung_s, bill = LadderRun(), defaultdict[str, float](float), 0.0
     for one, run in zip(functions, run_together(replays), strict=True):
-        # `run.held` counts only idle periods and wakes. The worker also holds READY while calls run.
+        # Add the cost of READY while calls run, because `run.held` counts only idle periods and wakes.
         run.held += run.busy_s * one.ladder.rungs[0].hold_per_s
         bill += run.bill(one.ladder.wait_per_s)
         for rung, held_s in zip(one.rungs, run.rung_s, strict=True):

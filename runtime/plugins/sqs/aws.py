@@ -136,7 +136,7 @@ class AwsClient:
         """
         own = AWS.own(self._identity.secrets())
         alone = self._identity.access.own_only or any(name.startswith("AWS_") for name in own)
-        # A policy has allowed the profile by its name.
+        # A source with a profile uses this profile of the gateway, because a policy has allowed it by its name.
         if not alone or self._source.profile is not None:
             return None
         if not own.get("AWS_ACCESS_KEY_ID"):

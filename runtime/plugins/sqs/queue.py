@@ -54,7 +54,7 @@ class SqsQueue(AwsClient):
         return await self.call(poll, self._release_abandoned)
 
     async def check(self) -> None:
-        # The answer to a receipt that the queue has never given tells only whether the credentials are valid.
+        # Send a receipt that the queue has never given. The answer tells only whether the credentials are valid.
         request = {"QueueUrl": self._url, "ReceiptHandle": "check", "VisibilityTimeout": 0}
         try:
             await self.call(lambda client: client.change_message_visibility(**request))
@@ -122,7 +122,9 @@ def _message(raw: dict[str, Any], of_queue: Mapping[str, str], *, fifo: bool) ->
 
 
 def _record(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as a record of the event of a Lambda function. It has the body only if the job's input has not its exact text."""
+    """Return a message as a record of the event of a Lambda function. The record has the body only if the job's input does not keep
+    the exact text of the body.
+    """
     text = raw["Body"]
     return {
         "messageId": raw["MessageId"], "receiptHandle": raw["ReceiptHandle"], "attributes": raw.get("Attributes", {}),

@@ -1,4 +1,4 @@
-"""Defines the settings of an SQS queue as an event source, and opens it."""
+"""Defines the settings of an SQS queue as an event source."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SqsSource(EventSource, frozen=True, extra="forbid", strict=True):
     package: ClassVar = "boto3"
     extra: ClassVar = "s3"
     longest_s: ClassVar = MAX_VISIBILITY_S
-    # It is renewed while a job runs. After the death of a gateway, its messages wait for the rest of it.
+    # The timeout is renewed while a job runs. If a gateway dies, another gateway gets its messages after the rest of the timeout.
     visibility_s: ClassVar[int] = 60
     """The visibility timeout of a received message."""
 

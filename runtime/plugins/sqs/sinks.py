@@ -23,7 +23,7 @@ class Destination(AwsClient):
     """A queue or a bucket for outputs."""
 
     async def send(self, request: Callable[[Any], object], job: Job) -> None:
-        """Raise BusFailed; OutputRefused if each further try would fail, too."""
+        """Call `request`, which sends the output of a job. Raise BusFailed; OutputRefused if each further try would fail, too."""
         try:
             await self.call(request)
         except BusFailed as error:

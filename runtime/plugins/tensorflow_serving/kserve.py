@@ -20,7 +20,7 @@ REMEDY = 'Send {"instances": [...]}.'
 
 
 class KserveApi(ApiPlugin):
-    """The routes of models. Without the base, only the route `predict` exists, which the plugin `tensorflow_serving` has."""
+    """The routes of models. Without the base, there is only the route `predict`, which `TensorFlowServingApi` provides."""
 
     base: ClassVar = "/kserve"
 

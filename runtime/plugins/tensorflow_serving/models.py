@@ -87,7 +87,7 @@ def _tensors(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _dtype(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """Return the type of the elements of a tensor. DT_INVALID means that the handler does not say it."""
+    """Return the type of the elements of a tensor. DT_INVALID means that the schema does not show it."""
     for _ in range(_DEPTH):
         schema = _resolved(schema, definitions)
         if schema.get("type") != "array" or not isinstance(schema.get("items"), dict):

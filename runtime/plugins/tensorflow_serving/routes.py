@@ -76,7 +76,7 @@ class TensorFlowServingApi(ApiPlugin):
 
     async def predict(self, request: web.Request) -> web.StreamResponse:
         function, body = self._live(request).record.function, await self.read_json(request)
-        # A deploy may have replaced the version while the body arrived.
+        # Check the version again, because a deploy may have replaced it while the body arrived.
         self._live(request)
         check_signature(body)
         if "inputs" not in body:

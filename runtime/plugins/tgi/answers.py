@@ -57,7 +57,7 @@ class GeneratedText:
             for number, token in enumerate(_tokens_of(delta), before + 1)
         ]
         if delta.finish_reason is not None:
-            # InferenceClient yields the text of each token, also of the model's own end.
+            # Clear the text of the model's own end, because InferenceClient yields the text of each token.
             if events[-1]["token"]["special"]:
                 events[-1]["token"] = {**events[-1]["token"], "text": ""}
             events[-1]["generated_text"] = self._full_text
@@ -109,7 +109,7 @@ class _Token:
 
 
 def _tokens_of(delta: Delta) -> list[_Token]:
-    """Return the tokens of a delta; one without id for a text or an end without tokens.
+    """Return the tokens of a delta. For a text or an end without tokens, return one token with NO_ID.
 
     The texts of all tokens make up the answer. If those of the logprobs do not, the last token has the whole text. The model's own end is
     a special token.

@@ -24,7 +24,7 @@ def error_body(error: PilotflameError) -> TgiError:
 
 
 def tgi_error_reply(error: PilotflameError, request_id: str) -> Response:
-    """Return the response for an error. Its headers say when to try again, as those of the original status."""
+    """Return the response for an error. Its headers tell when to retry, as in a response with the error's own status."""
     status, body = _kind(error)[1], orjson.dumps(error_body(error))
     return error_reply(error, request_id)._replace(status=status, body=body)
 

@@ -89,7 +89,7 @@ class GenerateRequest(BaseModel):
                 "top_k": asked.top_k or 0,
                 "top_p": asked.top_p or 1.0,
             }
-            # The seeds of events are signed.
+            # Convert the seed, because the seeds of events are signed.
             fields["seed"] = seed - _MAX_SEED - 1 if seed > _MAX_SEED // 2 else seed
         if asked.stop:
             # In TGI, the text of an answer has the stop text at its end.

@@ -1,6 +1,6 @@
 """The routes of Hugging Face's text-generation-inference, below /tgi/{function}.
 
-The function's handler takes a `GenerationRequest`. This package knows nothing of how it answers.
+The function's handler takes a `GenerationRequest`. This package does not know how the handler answers it.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _entry(source: SourceFile) -> str:
     if source.arity.get(FUNCTION) == 2:
         return FUNCTION
     usable = [one.name for one in source.classes if _is_handler(one)]
-    # TorchServe takes the only class of a file. If there are more, the last one usually derives from the others.
+    # TorchServe takes the only class of a file. If there are more, take the last one, which usually derives from the others.
     return usable[-1] if usable else ""
 
 

@@ -20,7 +20,7 @@ _KINDS: tuple[tuple[Any, str, int], ...] = (
     ((errors.HandlerFailed, errors.OutputInvalid, errors.WorkerDied, errors.HandlerError), INTERNAL, 503),
     (errors.InputTimeout, "RequestTimeoutException", 408),
 )
-"""The classes of errors, each with TorchServe's name and its status; 0 for that of the error."""
+"""The classes of errors, each with TorchServe's name and status. 0 means the error's own status."""
 
 
 class TorchServeError(TypedDict):

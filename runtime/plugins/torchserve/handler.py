@@ -116,7 +116,7 @@ class Service:
         handle, shared = context.state
         items = context.items or [context]
         told = [item.extra.get(ABOUT, NOTHING) for item in items]
-        # Calls may run at the same time, in several threads.
+        # Copy the context, because calls may run at the same time, in several threads.
         asked = copy.copy(shared)
         headers = [one.get("headers", NOTHING) for one in told]
         asked.begin([item.id for item in items], headers, RequestMetrics(context.metrics))
@@ -124,7 +124,7 @@ class Service:
         try:
             answers = awaited(handle(data, asked))
         except Exception as error:
-            # The real package and the stand-in have different classes of this name.
+            # Compare the name, because the real package and the stand-in have different classes of this name.
             if type(error).__name__ != "PredictionException":
                 raise
             raise _failed(getattr(error, "error_code", 500), str(getattr(error, "message", error))) from None

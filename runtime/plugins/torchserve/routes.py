@@ -51,7 +51,7 @@ class TorchServeApi(ApiPlugin):
         ]
 
     def bare_routes(self) -> Sequence[Route]:
-        """Return the routes whose paths no other platform has."""
+        """Return the routes that a gateway with one function also has without the base."""
         summary = "Show that the gateway runs."
         return [
             Route("GET", "/ping", self.ping, None, summary, {"status": str}, errors=(), **ERRORS),
@@ -71,11 +71,11 @@ class TorchServeApi(ApiPlugin):
         name = request.match_info["function"]
         live_version(self.backend, request)
         _, body = await self.backend.read_body(request, name)
-        # A deploy may have replaced the version while the body arrived.
+        # Check the version again, because a deploy may have replaced it while the body arrived.
         live = live_version(self.backend, request)
         extra, kind = {**BARE, "torchserve": _facts(request)}, _type_for(live, request)
         payload, kind = await Invoker(self.backend).call(request, name, body, extra=extra, content_type=kind)
-        # TorchServe sends text as it is.
+        # Send text without the quotes of JSON, as TorchServe does.
         if kind == JSON_TYPE and payload.startswith(b'"'):
             payload = await parsed(request, payload, lambda text: load_output(text).encode(), called=True)
             kind = TEXT_TYPE
@@ -107,7 +107,7 @@ def _facts(request: web.Request) -> dict[str, Any]:
 
 
 def _type_for(live: Live, request: web.Request) -> str:
-    """Return the content type with which a worker decodes the body. TorchServe's handlers get bytes unless it is JSON or text."""
+    """Return the content type with which a worker decodes the body. TorchServe's handlers get bytes unless the body is JSON or text."""
     kind = media_type_of(request.headers)
     if live.record.handler.get("dialect") != DIALECT.name or kind.startswith("text/"):
         return content_type_of(request.headers)

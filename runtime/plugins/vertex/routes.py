@@ -110,7 +110,7 @@ class VertexApi(ApiPlugin):
         """Return the routes that Vertex AI names in a container's environment. Raise GatewayError if a name is no path."""
         health, predict = (_route_in(name) for name in (HEALTH_ROUTE, PREDICT_ROUTE))
         found = []
-        # Other platforms may have these paths, too. The names of the environment count.
+        # Other platforms may have the paths in these variables, too. `accepts` lets these rows precede rows without it.
         if health:
             found.append(Route("GET", health, self.health, None, "Show the health of the only function.", errors=(404, 422, 503), accepts=_any))  # fmt: skip
         if predict:

@@ -1,4 +1,6 @@
-"""Provides the stand-in for `runpod` to processes that a handler starts. They may run the handler's file again."""
+"""Provides the stand-in for `runpod` to processes that a handler starts. These processes may run the handler's file again, so
+`start` does nothing.
+"""
 
 import sys
 from collections.abc import Mapping
