@@ -10,23 +10,24 @@ from ..errors import NoSuchSnapshot
 from .handle import ADAPTERS, Snapshot
 
 FetchByName = Callable[[str], float]
-"""Has a snapshot fetched, by its full name. Returns the seconds within which its bytes arrive, once its files can be mapped."""
+"""Requests the fetch of the snapshot with this full name, and returns once its files can be mapped. The result is the time
+in seconds within which all its bytes arrive."""
 
 
 class Adapters:
-    """Small snapshots by their names. Each is fetched and mapped when `open` is first called for it. Iteration yields names."""
+    """The adapters of a function, by name. The first `open` of an adapter fetches and maps it. Iteration yields names."""
 
     def __init__(self, snapshots: Iterable[Snapshot] = ()) -> None:
         self._named = {one.name.removeprefix(ADAPTERS): one for one in snapshots}
         self.compare = any(one.compares for one in self._named.values())
-        """True if `check` can find other bytes."""
+        """True if `check` compares the bytes of an adapter. If it is False, `check` does nothing."""
         self._locks = {name: Lock() for name in self._named}
         self._opened = set[str]()
         self.fetch: FetchByName | None = None
-        """A worker sets it before its handler runs. Until then, nothing can be opened that is not on this node."""
+        """A worker sets this function before its handler runs. Until then, `open` can open only adapters that are on this node."""
 
     def __getitem__(self, name: str) -> Snapshot:
-        """Return an adapter, which may not be open yet. Its `path` and `manifest` are there. Raises NoSuchSnapshot if there is none."""
+        """Return an adapter. It may not be open yet, but its `path` and `manifest` are known. Raises NoSuchSnapshot if there is none."""
         if (found := self._named.get(name)) is not None:
             return found
         there = f"there: {', '.join(self._named)}" if self._named else "there are none"
@@ -47,7 +48,7 @@ class Adapters:
         """Return an adapter with all its bytes, mapped. The first call fetches it.
 
         Blocks, so async handlers call it with `asyncio.to_thread`. Several threads may call it at once. Raises NoSuchSnapshot
-        if there is no such adapter, or what the fetch has raised. The next call fetches again.
+        if there is no such adapter. Raises the error of the fetch if it fails. The next call then fetches again.
         """
         found = self[name]
         with self._locks[name]:
@@ -65,7 +66,7 @@ class Adapters:
         one.wait()
 
     def check(self) -> None:
-        """Raise SnapshotChanged if an adapter that is open may not have the bytes of its manifest any more."""
+        """Raise SnapshotChanged if an open adapter may no longer have the bytes that its manifest describes."""
         for name in tuple(self._opened):
             self._named[name].check()
 

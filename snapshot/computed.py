@@ -1,12 +1,13 @@
 """Keeps snapshots that a function computes itself, such as the stored beginnings of prompts. The first worker computes them.
 
-    <folder>/lock              held by the worker that computes
+    <folder>/lock              the file that a worker locks while it computes a snapshot
     <folder>/<key>/            a complete snapshot with its manifest, which later workers map
-    <folder>/<key>.verified    which zygote has verified these files last, and their versions
-    <folder>/.<key>.<random>/  one that is being written, or that a killed worker has left
+    <folder>/<key>.verified    the zygote that last verified these files, and the versions of the files
+    <folder>/.<key>.<random>/  a snapshot that is being written, or that a killed worker has left incomplete
 
 A snapshot is written and synced under a hidden name, and renamed when it is complete. The next worker that computes removes what
-killed workers have left. The first worker of each zygote reads all bytes and compares the digests. A damaged snapshot is computed again.
+killed workers have left. The first worker of each zygote reads all bytes of a snapshot and compares the digests. If the snapshot is
+damaged, the worker computes it again.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _LOCK = "lock"
 
 
 class ComputedSnapshots:
-    """The computed snapshots of one function on this node. Its workers use it with the rights of the function."""
+    """The computed snapshots of one function on this node. The function's workers call it, so it has only the function's rights."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """`limit_bytes` is the size of all snapshots in `folder`, beyond which the older ones are removed."""
+        """If the snapshots in `folder` have more than `limit_bytes` together, the least recently used snapshots are removed."""
         self.folder, self.limit_bytes = folder, limit_bytes
-        # A zygote makes this object, and its workers inherit it.
+        # All workers of a zygote have the same token, because the zygote makes this object before it forks them.
         self._zygote = secrets.token_hex(8)
         self._opened: list[Snapshot] = []
 
     def open(self, key: str, compute: Callable[[Path], None]) -> Snapshot:
-        """Return the snapshot with this key, mapped. If it is not there, `compute` writes its files into the folder that it gets.
+        """Return the snapshot with this key, mapped. If there is none, call `compute`, which writes its files to the given folder.
 
         Blocks while another worker computes. Raises what `compute` raises, and SnapshotError if the folder cannot be written or
         stays locked, or if `compute` has written no snapshot.
@@ -53,7 +54,7 @@ class ComputedSnapshots:
         return found
 
     def check(self) -> None:
-        """Raise SnapshotChanged if a file of an open snapshot was written to. The next worker computes that snapshot again."""
+        """Raise SnapshotChanged if an open snapshot no longer has its bytes. The next worker that opens it computes it again."""
         for one in self._opened:
             one.check()
 
@@ -63,14 +64,14 @@ class ComputedSnapshots:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with locked_file(self.folder / _LOCK, COMPUTE_TIMEOUT_S):
-                # Another worker may have computed it meanwhile.
+                # Look again: another worker may have computed the snapshot while this worker waited for the lock.
                 if (found := self._mapped(place)) is None:
                     found = self._computed(place, compute)
         except _ComputationFailed as failed:
             raise failed.error from failed.error.__cause__
         except (OSError, CacheError) as error:
             fault = cannot_write(self.folder, error) if isinstance(error, OSError) else error
-            # A CacheError would say that the function's weights are not whole.
+            # Do not raise a CacheError, which would mean that the function's weights are incomplete.
             raise SnapshotError(fault.message, remedy=fault.remedy) from error
         return found
 
@@ -93,7 +94,8 @@ class ComputedSnapshots:
         """Return a snapshot, mapped; None if it is absent or damaged."""
         try:
             manifest = Manifest.read(place)
-            # A file that is written to while it is verified has another version when it is mapped.
+            # Get the versions before the verification. If a file is written to meanwhile, its version differs when it is
+            # mapped, and `open` compares its bytes again.
             versions = {one.name: file_version((place / one.name).stat()) for one in manifest.shards}
             self._verify(place, manifest)
             return _map(place, manifest, versions)
@@ -101,14 +103,14 @@ class ComputedSnapshots:
             return None
 
     def _verify(self, place: Path, manifest: Manifest) -> None:
-        """Raise SnapshotError if a byte differs. Read nothing if a worker of this zygote has verified the present files."""
+        """Raise SnapshotError if a byte differs from the digests. Skip files that a worker of this zygote has verified."""
         source, mark = FolderSource(place), place.with_name(f"{place.name}.verified")
         shards, assets = [one.name for one in manifest.shards], [one.name for one in manifest.assets]
         versions = [source.stat(name).version for name in (MANIFEST_NAME, *shards, *assets)]
         facts = " ".join((self._zygote, *versions)).encode()
         if mark.is_file() and mark.read_bytes() == facts:
             return
-        # The digest of a new manifest also finds damage of the manifest.
+        # Compare the digests of whole manifests, because the stored manifest may be damaged too.
         if create(place).digest != manifest.digest:
             raise SnapshotCorrupt(f"{place} is damaged.")
         with contextlib.suppress(OSError):
@@ -121,13 +123,13 @@ class ComputedSnapshots:
         for other in sorted(others, key=_used_s, reverse=True):
             left_bytes -= _bytes(other)
             if left_bytes < 0:
-                # A worker that has mapped it keeps its bytes.
+                # A worker that has mapped this snapshot keeps its bytes, so the files may be removed at any time.
                 shutil.rmtree(other, ignore_errors=True)
                 other.with_name(f"{other.name}.verified").unlink(missing_ok=True)
 
 
 class _ComputationFailed(Exception):
-    """Carries an error of `compute` past the handlers of errors of the folder."""
+    """Wraps an error of `compute`, so that `_open` does not take it for an error of the folder."""
 
     def __init__(self, error: OSError | CacheError) -> None:
         super().__init__(str(error))
@@ -137,7 +139,7 @@ class _ComputationFailed(Exception):
 def _map(place: Path, manifest: Manifest, versions: dict[str, str]) -> Snapshot:
     found = Snapshot(place, manifest, versions=versions)
     found.open()
-    # The time of the folder says when it was used last.
+    # Record the time of use, by which `_remove_others` finds the least recently used snapshots.
     os.utime(place)
     return found
 

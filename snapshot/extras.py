@@ -1,6 +1,6 @@
 """Raises an error that names the missing optional package and the command that installs it.
 
-A package that is installed while the process runs is found at the next attempt.
+If the package is installed while the process runs, the next attempt finds it without a restart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def needs(subject: str, *packages: str) -> Iterator[None]:
     The error says that `subject` needs the first of `packages`.
     """
     if not all(package in sys.modules for package in packages):
-        # Python caches the contents of folders, so it may not see a package that was installed since.
+        # Python caches the contents of folders. Without this call, it may not find a package that was installed later.
         importlib.invalidate_caches()
     try:
         yield
@@ -53,7 +53,7 @@ def is_installed(package: str) -> bool:
 
 
 def require(packages: Mapping[str, str]) -> None:
-    """Raise PackageMissing if one of `packages` is not installed. The keys are the subjects that need them."""
+    """Raise PackageMissing if one of `packages` is not installed. The keys are the subjects that need the packages."""
     for subject, package in packages.items():
         if not is_installed(package):
             raise missing(subject, package)

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from .restoring.gate import Awaited
     from .restoring.mapping import Mapping
 
-# The subject of the error that torch is not installed.
+# The subject of the error message if torch is not installed.
 _SUBJECT = "context.snapshot"
 _COMMON = ("F32", "F64", "F16", "BF16")
 ADAPTERS = "adapters."
-"""The names of the snapshots in the table `[adapters]` begin with it. No name in `[snapshots]` has a dot."""
+"""The prefix of the names of snapshots in the table `[adapters]`. A name in `[snapshots]` has no dot, so the names differ."""
 
 
 class Snapshot:
@@ -65,26 +65,29 @@ class Snapshot:
         self.name = name
         self._stored = _SnapshotFiles(root, manifest, versions, assets, cache, mounted)
         self.compares = self._stored.compared is not None
-        """True if `check` can find other bytes."""
-        # Whether `load` or another process gets the weights, and whether `load` has returned views of the mapped files.
+        """True if `check` compares bytes. If it is False, `check` does nothing."""
+        # `_restores` is True if `load` or another process gets the weights. `_viewed` is True if `load` has returned views of
+        # the mapped files.
         self._restores = self._viewed = False
         self.fetched = cache is not None
         """True if the weights are fetched into the node's cache."""
         self._subject = subject_of(name)
         self.modules = RestoredModules(self._subject, parks=parks, gpus=gpus)
         self.gated = False
-        """True if the function runs its model within `gate`. Then its worker need not wait for all weights, whatever thread that is."""
+        """True if the function runs its model within `gate`, in whatever thread. Then its worker need not wait for all weights."""
         self._arrival: Arrival | None = None
         self._mapping: Mapping | None = None
 
     @property
     def path(self) -> Path:
-        """The folder with the assets (config.json, tokenizer). Without a cache, it also holds the weights, or links to them."""
+        """The folder with the assets (config.json, tokenizer). Without a cache, it also has the weights, or links to them."""
         return self._stored.path
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of a model whose config.json names none, as in transformers: that of the first tensor of a common floating type."""
+        """The dtype for a model whose config.json names no dtype. As in transformers, it is the dtype of the first tensor with a
+        common floating-point type: the first by name in the first shard. If there is none, it is float32.
+        """
         with needs(_SUBJECT, "torch"):
             from .restoring.place import TORCH_DTYPES  # noqa: PLC0415
 
@@ -94,8 +97,8 @@ class Snapshot:
     def check(self) -> None:
         """Raise SnapshotChanged if the handler may read other bytes than the manifest describes.
 
-        It compares the mapped files, except weights that are on a device already. If the handler restores and loads
-        nothing, it may open the files itself: then it compares the files that have the names of the shards now.
+        Compare the mapped files, except weights that are already on a device. A handler that neither restores nor loads may
+        open the files itself. In this case, compare the files that have the names of the shards now.
         """
         if self._stored.compared is None:
             return
@@ -125,26 +128,26 @@ class Snapshot:
         slices: Slices | None = None,
         device: str = "cpu",
     ) -> None:
-        """Set the module's weights to views of the mapped snapshot. If `build` calls it, each worker sets them later.
+        """Set the module's weights to views of the mapped snapshot. If `build` calls this, each worker sets the weights later.
 
         The mapping is private and copy-on-write: writing to a weight changes no file and no other process.
         `prefix` is prepended to the module's tensor names to find them in the snapshot. A tensor of the snapshot that
         the module does not have is an error, unless one of the regular expressions in `ignore` is found in its name
         (`re.search`, as in transformers). With `cast`, floating-point weights are converted to the module's dtype,
-        which copies them once for all workers of a zygote. Without `cast`, the dtypes must be equal. Raises SnapshotMismatch, which names all tensors
-        that do not fit.
+        which copies them once for all workers of a zygote. Without `cast`, the dtypes must be equal. Raises
+        SnapshotMismatch, which names all tensors that do not fit.
 
         `slices` is for a module that has a part of each weight, such as the module of one worker of a
         tensor-parallel group. It maps patterns of the snapshot's names, in which * stands for any characters,
-        to (dim, rank, world): the module gets slice number `rank` of `world` equal slices along `dim`. The
-        first pattern that fits a name counts. By default, the setting `snapshot_part` gives the
-        slices. Slices are views too. A slice along another dimension than 0 is not contiguous.
+        to (dim, rank, world): the module gets slice number `rank` of `world` equal slices along `dim`. If several
+        patterns fit a name, the first one is used. By default, the setting `snapshot_part` gives the slices. Slices are
+        views too. A slice along another dimension than 0 is not contiguous.
 
         If `device` is not "cpu", the weights are copied to that device, each tensor aligned to 256 bytes. The module
         may run while they are copied. Tensors that the module has computed are moved to the device. "cuda" is the
         first CUDA device, and "cuda:1" is the second. "auto" is the first CUDA device, or the host if there is no CUDA
-        device and the function has no `resources.gpus`. Raises SnapshotError if there is no such device, or if it has
-        no room.
+        device and the function has no `resources.gpus`. Raises SnapshotError if there is no such device, or if the device
+        has too little free memory.
         """
         with needs(_SUBJECT, "torch"):
             from .restoring.plan import make_plan  # noqa: PLC0415
@@ -156,10 +159,10 @@ class Snapshot:
             self.modules.apply(plan)
 
     def load(self, *names: str, slices: Slices | None = None) -> dict[str, torch.Tensor]:
-        """Return tensors that no module holds, such as the statistics of a quantised weight, by their names.
+        """Return tensors that belong to no module, such as the statistics of a quantised weight, by their names.
 
         In `names`, * stands for any characters. All tensors whose name fits one of `names` are returned. As in
-        `restore`, the tensors are views of the mapped snapshot, and `slices` cuts them. Call it in `setup`, because in
+        `restore`, the tensors are views of the mapped snapshot, and `slices` cuts them. Call this in `setup`, because in
         `build` nothing is mapped. Raises SnapshotMismatch if there is no such tensor or slice, and SnapshotError if
         the snapshot is not open.
         """
@@ -176,7 +179,7 @@ class Snapshot:
     def arrived(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor and each alias with its name, once its bytes have arrived, in the order of the manifest.
 
-        The tensors are views as in `load`. They need no gate. Raises the error of the fetch.
+        The tensors are views as in `load`. Operations on them need no gate. Raises the error of the fetch.
         """
         from .restoring.views import arrived  # noqa: PLC0415
 
@@ -186,15 +189,15 @@ class Snapshot:
 
     @property
     def files(self) -> Path:
-        """The folder with the weights and the assets. Its files are whole once all bytes have arrived.
+        """The folder with the weights and the assets. Its files are complete once all bytes have arrived.
 
-        Without a cache, it is the folder of the deploy itself, because ONNX Runtime refuses links that lead out of a folder.
-        So its assets may have changed since the deploy. The assets in `path` have not.
+        Without a cache, this is the folder of the deploy itself, because ONNX Runtime refuses links that lead out of a folder.
+        So the assets in this folder may have changed since the deploy. The assets in `path` have not.
         """
         return self._stored.folder
 
     def reference(self) -> dict[str, Any]:
-        """Return JSON for `referred` in another process of this node. This process must hold the snapshot meanwhile."""
+        """Return JSON for `referred` in another process of this node. Keep this object until `referred` has returned there."""
         self._restores = True
         deadline_s = None if self._arrival is None else self._arrival.deadline_s
         return {**self._stored.reference(), "name": self.name, "deadline_s": deadline_s}
@@ -215,9 +218,10 @@ class Snapshot:
         return made
 
     def pin(self, stop: Callable[[], bool]) -> None:
-        """Pin the files of weights that go to a device, until `stop` returns True. Then the copy takes less time.
+        """Pin the files of weights that go to a device, so that the copy takes less time. End early once `stop` returns True.
 
-        A standby calls it after `rehearse`. Files that are fetched later, when the snapshot is opened, are not pinned.
+        A standby calls this after `rehearse`. Does nothing if the weights are fetched into the cache, because those files are
+        opened later.
         """
         if not self.fetched:
             self.modules.pin(self.manifest, self._stored.open, stop)
@@ -243,7 +247,7 @@ class Snapshot:
 
     @property
     def arriving(self) -> bool:
-        """True while bytes are not fetched or copied yet. Then operations outside a gate may read wrong bytes."""
+        """True while some bytes are not fetched or copied yet. Until then, operations outside a gate may read wrong bytes."""
         fetching = self._arrival is not None and not self._arrival.complete
         return fetching or not self.modules.complete
 
@@ -258,7 +262,8 @@ class Snapshot:
         if arrival is not None and not arrival.complete:
             until_s = arrival.deadline_s
             found.append(Unlanded(self._mapping, arrival, self._subject))
-        # All bytes must be on the devices UPLOAD_TIMEOUT_S after the arrival's deadline, or after its end.
+        # Copies to devices may end up to UPLOAD_TIMEOUT_S after the deadline of the arrival or, if all bytes have arrived,
+        # up to UPLOAD_TIMEOUT_S from now on.
         until_s += UPLOAD_TIMEOUT_S
         copies = [one for one in self.modules.uploads if not one.complete]
         return [*(Uncopied(one, self._subject, until_s) for one in copies), *found]
@@ -301,7 +306,7 @@ class _SnapshotFiles:
         self._cache, self._mounted = cache, mounted
         self._lease: Lease | None = None
         self.compared: ComparedShards | None = None
-        """Compares local weights with their versions."""
+        """Compares local shards with the manifest. None if no bytes are compared."""
         if versions is not None and cache is None:
             from .format.compared import ComparedShards  # noqa: PLC0415  only local weights need it
 
@@ -318,7 +323,7 @@ class _SnapshotFiles:
         return folder_of(self._root) if self._lease is None else self._lease.root
 
     def open(self, name: str) -> int:
-        """Return a descriptor of a local shard. Raises SnapshotChanged if it has other bytes, and SnapshotError."""
+        """Return a descriptor of a local shard. Raises SnapshotChanged if its bytes differ, or another SnapshotError."""
         from .sources.folder import FolderSource  # noqa: PLC0415  only local weights need it
 
         return (self.compared or FolderSource(self.folder)).open(name)
@@ -352,7 +357,7 @@ def gate_of(awaited: Sequence[Awaited]) -> AbstractContextManager[Any]:
 
 
 def folder_of(root: Path) -> Path:
-    """Return the folder of the weights. `root` is this folder or a file in it, which may be gone."""
+    """Return the folder of the weights. `root` is this folder, or a file in it, which may no longer exist."""
     return root.parent if root.suffix == ".safetensors" and not root.is_dir() else root
 
 
@@ -362,5 +367,5 @@ def subject_of(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if the snapshot is of the table `[adapters]`, and so fetched when a request first needs it."""
+    """Return True if the snapshot is in the table `[adapters]`. Such a snapshot is fetched when a request first needs it."""
     return name.startswith(ADAPTERS)

@@ -34,7 +34,7 @@ class Snapshots:
         self.adapters = adapters if adapters is not None else Adapters()
         self._named = {one.name: one for one in snapshots}
         self.compare = self.adapters.compare or any(one.compares for one in self._named.values())
-        """True if `check` can find other bytes: a snapshot or an adapter is in a folder of this machine."""
+        """True if `check` compares bytes, because a snapshot or an adapter is in a folder of this machine."""
         # The snapshots with bytes that are not fetched or copied yet. Each call of `gate` removes complete snapshots.
         self._arriving: list[Snapshot] = []
 
@@ -116,7 +116,7 @@ class Snapshots:
     def park(self) -> int:
         """Free the device memory of the weights. Return the number of freed bytes.
 
-        Weights on the host stay, because they are pages of files, which the kernel evicts itself when it needs memory.
+        Weights on the host are not freed: they are pages of files, which the kernel evicts itself when it needs memory.
         Weights that the handler has changed, and the modules' other tensors on the device, are copied to the host.
         Nothing may use the modules until `unpark`. Raises SnapshotError if an upload of weights does not end in time.
         """
@@ -132,8 +132,8 @@ class Snapshots:
         """Copy the weights to their devices again. The modules keep their tensor objects, but at new addresses.
 
         The copy goes on after `unpark` returns. Before operations use the weights, call `wait`, or run the operations
-        in a `gate` that was entered after `unpark`. Raises SnapshotError if a device has no room. Then call `unpark`
-        again for the weights that are still parked.
+        in a `gate` that was entered after `unpark`. Raises SnapshotError if a device has too little free memory. After such
+        an error, call `unpark` again for the weights that are still parked.
         """
         for one in self._named.values():
             one.modules.unpark()
@@ -141,12 +141,12 @@ class Snapshots:
 
     @property
     def arriving(self) -> bool:
-        """True while bytes are not fetched or copied yet. Then operations outside a `gate` may read wrong bytes."""
+        """True while some bytes are not fetched or copied yet. Until then, operations outside a `gate` may read wrong bytes."""
         return any(one.arriving for one in self._named.values())
 
     @property
     def gated(self) -> bool:
-        """True if the function itself gates all snapshots that still arrive."""
+        """True if the function itself uses gates for all snapshots that still arrive."""
         return all(one.gated for one in self._named.values() if one.arriving)
 
     def gate(self) -> AbstractContextManager[Any]:
@@ -156,11 +156,11 @@ class Snapshots:
         return gate_of([found for one in self._arriving for found in one.awaited()])
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for all bytes. Raises the error of the first fetch that fails, or what else `Snapshot.wait` raises."""
+        """Wait for all bytes. Raises what `Snapshot.wait` raises, for the first snapshot that fails."""
         if len(self._named) == 1:
             next(iter(self._named.values())).wait(timeout_s)
             return
-        # Wait for each snapshot in a thread of its own: the last may fail at once while the first arrives for an hour.
+        # Wait for each snapshot in a thread of its own: the last snapshot may fail at once while the first needs an hour.
         ended: SimpleQueue[Exception | None] = SimpleQueue()
         for one in self._named.values():
             Thread(target=_wait_for, args=(one, timeout_s, ended), name="snapshot-wait", daemon=True).start()

@@ -24,7 +24,7 @@ class View(Protocol):
     """Shows the bytes of landed chunks to readers. A mapping is a view. Only one thread at a time calls its methods."""
 
     def move(self, root: Path) -> None:
-        """Show later chunks from the files in folder `root`."""
+        """Show the chunks that land from now on from the files in folder `root`."""
 
     def show(self, chunk: int) -> None:
         """Make the bytes of `chunk` readable, before any waiting thread or listener sees that the chunk has landed."""
@@ -106,7 +106,7 @@ class Arrival:
                 listener(chunk)
 
     def _listeners(self) -> list[Callable[[int], None]]:
-        """Return the listeners for landed chunks. After the last chunk, forget the listeners, which hold memory."""
+        """Return the listeners for landed chunks. After the last chunk, forget the listeners, to free the memory that they use."""
         listeners = list(self._on_land)
         if self._missing == 0:
             self._on_land.clear()
@@ -114,7 +114,7 @@ class Arrival:
         return listeners
 
     def fail(self, error: PilotflameError) -> None:
-        """Raise `error` in threads that wait, now or later, for a missing chunk. The first call counts."""
+        """Raise `error` in threads that wait, now or later, for a missing chunk. The error of the first call is not replaced."""
         with self._changed:
             if self.error is None:
                 self.error = error
@@ -148,7 +148,7 @@ class Arrival:
             other.fail(error)
 
     def wait(self, first: int, last: int, timeout_s: float | None = None, *, demand: bool = True) -> None:
-        """Block until chunks `first` to `last`, both included, have landed. With `demand`, have them fetched next.
+        """Block until chunks `first` to `last`, both included, have landed. With `demand`, ask for them to be fetched next.
 
         Raises the error given to `fail`, or SourceUnavailable if the chunks have not landed within `timeout_s`, which
         is by default the time until `deadline_s`.
@@ -160,7 +160,8 @@ class Arrival:
         at = first
 
         def over() -> bool:
-            # At every landing, continue the search at the first chunk that was missing before, not at `first`.
+            # After every landing, continue the search at the first chunk that was missing before. A search from `first` would
+            # check the landed chunks again.
             nonlocal at
             at = last + 1 if self._missing == 0 else self._first_missing(at, last)
             return at > last or self.error is not None
@@ -179,7 +180,7 @@ class Arrival:
         return last + 1 if found < 0 else found
 
     def move(self, root: Path) -> None:
-        """Record that the chunks that land from now on are in the files in folder `root`.
+        """Record that chunks land in the files in folder `root` from now on.
 
         Chunks that landed before are in `root` too, but the views continue to show them from the earlier folder.
         """
@@ -230,7 +231,7 @@ class Arrival:
         landed()
 
     def demand(self, first: int, last: int) -> None:
-        """Have chunks `first` to `last`, both included, fetched next."""
+        """Ask for chunks `first` to `last`, both included, to be fetched next, before all other chunks."""
         for listener in list(self._on_demand):
             listener(first, last)
 

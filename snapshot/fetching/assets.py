@@ -18,9 +18,10 @@ READERS = 4
 
 
 def fetch_assets(manifest: Manifest, source: Source, files: Path, copies: Path | None = None) -> None:
-    """Write the assets that folder `files` does not hold, and verify them.
+    """Write the assets that folder `files` does not have, and verify them.
 
-    Each asset is taken from folder `copies`, or else from the source. Two processes may do this at the same time.
+    Each asset is taken from folder `copies` or, if it is not there, from the source. Two processes may call this at the same
+    time.
     Raises SnapshotCorrupt if an asset differs from the manifest, CacheError if an asset cannot be written, and the
     errors of Connection.begin.
     """
@@ -99,7 +100,7 @@ def _read(asset: Asset, source: Source, algorithm: Algorithm) -> bytearray:
 
 
 def _receive(asset: Asset, source: Source, view: memoryview) -> bool:
-    """Receive an asset, perhaps over a connection that was used before. Return False if the object has another size."""
+    """Receive an asset into `view`. Return False if the object at the source has another size or has changed."""
     if not asset.size_bytes:
         return True
     connection, done = source.connect(), 0

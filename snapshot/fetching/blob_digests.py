@@ -1,8 +1,8 @@
 """Compares the digests of blobs, such as the layers of a registry, while their chunks arrive.
 
-A source that is Attested knows such digests, but a fetch receives ranges, in any order. So each blob is hashed in
-order, from the files, as far as its chunks have arrived. Its last chunk lands only after the digest is compared, so
-no model can run on all of its weights before.
+An Attested source knows the digests of its blobs, but a fetch receives ranges in any order. So each blob is hashed in
+order, from the files, as far as its chunks have arrived. The last chunk of a blob lands only after the blob's digest is
+compared, so no model can run with all of its weights before the comparison.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..format.manifest import Manifest
 from ..sources.source import Attested, Blob, Source
 from .arrival import Arrival
 
-# How many bytes a thread hashes after each chunk that it has received. It is more than a chunk usually has, so that
-# hashing catches up with chunks that arrived out of order.
+# How many bytes a thread hashes after each chunk that it has received. The number is larger than a usual chunk, so that
+# hashing catches up after chunks have arrived out of order.
 _STEP_BYTES = 16 << 20
 _BUFFER_BYTES = 1 << 20
 
@@ -28,8 +28,9 @@ _BUFFER_BYTES = 1 << 20
 class BlobDigests:
     """The blobs that one fetch completes. Each chunk that is received and verified passes through `settle`.
 
-    A blob is compared only if this fetch brings its missing chunks. It is not compared if a function needs only a part of it, or
-    if other chunks are copied from a snapshot of this node, whose blobs were compared when it was fetched.
+    A blob is compared only if this fetch brings all of its missing chunks. So it is not compared if the function needs only a
+    part of it. It is not compared either while some of its chunks are copied from another snapshot on this node: the blobs of
+    that snapshot were compared when it was fetched.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class BlobDigests:
         arrival: Arrival,
         missing: Collection[int],
     ) -> None:
-        """`missing` are the chunks that the fetch brings. `descriptors` belong to the shards' files."""
+        """`missing` are the chunks that the fetch brings. `descriptors` are the open files of the shards."""
         self._arrival = arrival
         self._of_shard: dict[int, _Hashing] = {}
         if not isinstance(source, Attested) or not missing:
@@ -61,7 +62,7 @@ class BlobDigests:
                 self._of_shard |= dict.fromkeys(shards, hashing)
 
     def settle(self, chunk: int) -> None:
-        """Let a chunk land. If it is the last of a blob, first compare the digest.
+        """Let a chunk land. If it is the last missing chunk of a blob, first compare the digest of the blob.
 
         Raises SnapshotCorrupt, which names the blob, and the errors of Attested.read_blob.
         """
@@ -77,7 +78,7 @@ class BlobDigests:
 
 
 class _Segment(NamedTuple):
-    """Bytes [begin, end) of a blob: a shard, which is in a file, or bytes that only the source has (shard -1)."""
+    """Bytes [begin, end) of a blob. They are a whole shard, which is in a file, or bytes that only the source has (shard -1)."""
 
     begin: int
     end: int
@@ -102,17 +103,17 @@ class _Hashing:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
 
     def is_last(self) -> bool:
-        """Count a chunk that has arrived. Return True if it was the last."""
+        """Count a chunk that has arrived. Return True if it was the last missing chunk."""
         with self._counting:
             self._pending -= 1
             return self._pending == 0
 
     def advance(self) -> None:
-        """Hash some of the bytes that have arrived, unless another thread does."""
+        """Hash some of the bytes that have arrived. Return at once if another thread is hashing."""
         if not self._hashing.acquire(blocking=False):
             return
         try:
-            # The next call tries again, and `finish` reports what still fails.
+            # Ignore these errors: the next call tries again, and `finish` reports an error that remains.
             with suppress(SourceUnavailable, SnapshotChanged):
                 until = self._at + _STEP_BYTES
                 while self._at < until and self._hash_next(every=False):
@@ -121,7 +122,7 @@ class _Hashing:
             self._hashing.release()
 
     def finish(self) -> None:
-        """Hash the rest, all of which has arrived, and compare. Raises SnapshotCorrupt or FetchFailed."""
+        """Hash the rest of the blob and compare its digest. All chunks must have arrived. Raises SnapshotCorrupt or FetchFailed."""
         with self._hashing:
             try:
                 while self._hash_next(every=True):
@@ -157,7 +158,7 @@ class _Hashing:
 
 
 def _covering(places: Sequence[_Segment], size_bytes: int) -> list[_Segment]:
-    """Return the segments of a blob, in order: the given ones, and the bytes between them."""
+    """Return all segments of a blob, in order: `places`, and the bytes before, between and after them."""
     found, at = list[_Segment](), 0
     for place in sorted(places):
         if at < place.begin:

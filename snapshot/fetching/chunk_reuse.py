@@ -20,7 +20,7 @@ from .landing import BOUNCE_BYTES, ShardTarget
 COPIERS = 4
 """The most threads that copy by default. Copying and hashing release the interpreter lock."""
 MOST_WRONG = 16
-"""Copying ends when at least this many chunks, and more than half of all tried, were wrong. The rest is fetched."""
+"""Copying ends when at least this many chunks, and more than half of all copied chunks, were wrong. The rest is fetched."""
 
 
 class Lender(Protocol):
@@ -34,7 +34,7 @@ class Lender(Protocol):
 
 
 class Place(NamedTuple):
-    """A place in an open file, from byte `offset` on. It has the bytes of a chunk if these have the digest `digest`."""
+    """Bytes of an open file, from byte `offset` on, that may be a chunk. They are the chunk only if their digest is `digest`."""
 
     descriptor: int
     offset: int
@@ -46,7 +46,7 @@ class Place(NamedTuple):
         return found if found == self.digest else ""
 
     def _read_into(self, view: memoryview, done: int) -> int:
-        """Read the bytes after the first `done`. Return their number: 0 at the file's end, or if it cannot be read."""
+        """Read the bytes after the first `done` bytes. Return their number: 0 at the file's end, or if the file cannot be read."""
         try:
             return os.preadv(self.descriptor, [view], self.offset + done)
         except OSError:
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 
 class ChunkReuse:
-    """Copies the chunks in `places`, in their order, on threads of its own. Its block ends when the threads have ended.
+    """Copies the chunks in `places`, in their order, on threads of its own. The `with` block ends when the threads have ended.
 
     If `cancelled` is set, copying ends without an error. A chunk that has another digest, or cannot be read, stays
     missing. If most chunks are wrong, copying ends. Chunks that a reader waits for are copied next.
@@ -88,8 +88,8 @@ class ChunkReuse:
                 thread.start()
                 started.append(thread)
         except RuntimeError:
-            # The process may start no more threads. Go on with the started threads. If there are none, all chunks are
-            # fetched.
+            # The process may start no more threads. Continue with the threads that have started. Without any thread, all
+            # chunks are fetched.
             self._threads = started
         return self
 

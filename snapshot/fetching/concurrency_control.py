@@ -11,8 +11,9 @@ from __future__ import annotations
 MIN_PART_BYTES = 8 << 20
 MAX_PART_BYTES = 64 << 20
 FIRST_CONNECTIONS = 4
-"""How many connections a fetch starts with. If the server is near, four connections use two cores better than two do,
-since a thread often waits for the interpreter. If it is far, more connections open within milliseconds (see FAR)."""
+"""How many connections a fetch starts with. If the server is near, four connections use two cores better than two
+connections do, since a thread often waits for the interpreter. If the server is far, more connections open within
+milliseconds (see FAR)."""
 MAX_CONNECTIONS = 32
 
 FIRST_WINDOW_S = 0.03
@@ -22,13 +23,13 @@ FAR: tuple[tuple[float, int], ...] = ((0.005, 8), (0.015, 16), (0.05, 32))
 connections. The source is far then, and many parallel requests hide its latency."""
 PAYS = 0.3
 """After the number of connections was multiplied by n, the rate must grow by a factor of at least 1 + PAYS * (n - 1).
-If it grows less in both of the next two windows, the number goes back."""
+If the rate grows less in both of the next two windows, the number of connections goes back."""
 BUSY, BUSY_RATE = 0.85, 100e6
 """If more than the share BUSY of all processor time is used, and at least BUSY_RATE bytes per second and processor
 arrive, the number of connections does not grow: this machine is the bottleneck, and more connections would make it
 slower. At a lower rate, other work keeps the processors busy: the fetch takes less than a tenth of them (1 GB takes
 0.7 s of processor time with TLS)."""
-# If less than this share of all processor time is used, the number is quadrupled instead of doubled.
+# If less than this share of all processor time is used, the number of connections is quadrupled instead of doubled.
 IDLE = 0.5
 AGAIN_S = 2.0
 """How long the fetch waits before it tries more connections again, after more connections did not help."""
@@ -56,8 +57,8 @@ class ConcurrencyControl:
         self._before = (0, 0.0)
         """The number of connections and the rate before the last raise, until the raise is judged. Then (0, 0)."""
         self._doubted = False
-        """True if the raise did not pay in its first window. New connections take a while to reach their rate, so only
-        a second such window decides."""
+        """True if the rate did not grow enough in the first window after the raise. New connections take a while to reach
+        their full rate, so the raise is undone only after a second such window."""
         self._settled_s: float | None = None
         self._began_s: float | None = None
         self._window: tuple[float, int, float] | None = None
@@ -67,7 +68,7 @@ class ConcurrencyControl:
 
     @property
     def settled_connections(self) -> int:
-        """The number of connections that was last found to pay: while a raise is not judged, the number before it."""
+        """The last number of connections that the measurements supported. Until a raise is judged, the number before the raise."""
         return self._before[0] or self.connections
 
     def add_latency(self, waited_s: float) -> None:
@@ -118,9 +119,9 @@ class ConcurrencyControl:
         return int(min(max(wanted, MIN_PART_BYTES), max(fair, MIN_PART_BYTES), MAX_PART_BYTES))
 
     def least_split_bytes(self, active: int) -> int:
-        """Return the least size of half a part for which another connection takes over that half (see Ranges.split).
+        """Return the minimum size of half a part. Another connection takes over a half only if it is this large (see Ranges.split).
 
-        To receive the half must take longer than to request it. `active` is the number of parts that are being read.
+        Receiving a smaller half would take less time than requesting it. `active` is the number of parts that are being read.
         """
         return max(LEAST_SPLIT_BYTES, int(self.rate / max(1, active) * (self.latency_s + 0.02)))
 

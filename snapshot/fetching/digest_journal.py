@@ -1,7 +1,7 @@
 """Keeps the digests that a fetch computes in a file, so that a later fetch into the same files can continue.
 
-A fetch computes digests if its manifest has none (see `Manifest.observed`). After a crash the file may be wrong, so a
-digest in it only counts if the chunk's bytes in the shard have that digest.
+A fetch computes digests if its manifest has none (see `Manifest.observed`). After a crash the file may be wrong. So a
+later fetch uses a digest from the file only if the chunk's bytes in the shard have that digest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def learned_digests(path: Path, arrival: Arrival) -> Iterator[list[str]]:
         arrival.on_land(journal.add)
         yield digests
     except SnapshotCorrupt:
-        # The bytes do not have the digest that the source knows (see `blob_digests`), so their chunks have no valid digests.
+        # A blob does not have the digest that the source attests (see `blob_digests`). Discard all digests, because any of its
+        # chunks may be wrong.
         journal.clear()
         raise
     finally:
@@ -49,7 +50,7 @@ class _Journal:
 
     def add(self, chunk: int) -> None:
         digest = bytes.fromhex(self._arrival.chunks.digests[chunk])
-        # If the disk is full, the digest is lost, and a later fetch only has to fetch the chunk again.
+        # Ignore a full disk: if the digest is lost, a later fetch only fetches the chunk again.
         with self._lock, suppress(OSError):
             if self._descriptor >= 0:
                 os.write(self._descriptor, _ENTRY.pack(chunk, digest))

@@ -2,8 +2,8 @@
 
 Each connection has a thread, which takes the next range, receives it into its file, and repeats. The calling
 thread supervises: if a part receives nothing for much longer than usual, the calling thread closes its connection.
-Then the connection's thread puts the unread bytes back, for any thread to take. If no range waits, a thread
-takes over half of the longest part that is still being read, so that all threads end at about the same time.
+Then the connection's thread puts the unread bytes back, for any thread to take. If no range waits, an idle
+thread takes over half of the longest part that is still being read, so that all threads end at about the same time.
 A fetch needs memory for one buffer of 512 KiB per connection.
 """
 
@@ -40,8 +40,8 @@ ATTEMPTS = 8
 """The fetch fails after this many failures of one range in a row. If at least PROGRESS_BYTES were received before a
 failure, the count begins again at this failure."""
 STALLS = 12
-"""Replaces ATTEMPTS if the last failure was a stall, which means that the connection was closed because it received
-nothing. The time after which a connection counts as stalled doubles with each failure, up to minutes."""
+"""The limit instead of ATTEMPTS if the last failure was a stall: the connection was closed because it received nothing. The
+time after which a connection counts as stalled doubles with each failure, up to minutes."""
 PROGRESS_BYTES = 64 << 10
 _REPUBLISH = "Publish new weights under a new name, and make their manifest anew."
 _REDEPLOY = "Deploy the function again, or pull again: the weights are then taken as they are now."
@@ -52,7 +52,7 @@ class FetchStats:
     """The statistics of a fetch.
 
     `fetched_bytes` is the size of the chunks that were missing. `received_bytes` also counts bytes that were received
-    again. `connections` is the number that was found best (see ConcurrencyControl). `taken_bytes` is the size of the
+    again. `connections` is the number that gave the best rate (see ConcurrencyControl). `taken_bytes` is the size of the
     chunks that came from other nodes. These chunks do not count as fetched.
     """
 
@@ -66,7 +66,7 @@ class FetchStats:
     taken_bytes: int = 0
 
     def add(self, later: FetchStats) -> None:
-        """Add the statistics of another fetch, for the chunks that this fetch has left out."""
+        """Add the statistics of a later fetch of the chunks that this fetch has left out."""
         self.fetched_bytes += later.fetched_bytes
         self.received_bytes += later.received_bytes
         self.requests += later.requests
@@ -171,7 +171,9 @@ class _Fetch:
         return self._stats
 
     def _required_versions(self) -> dict[int, str] | None:
-        """Return the version that each shard must have, by number. None if the digests decide: all needed ones are known."""
+        """Return the version that each shard must have, by number. None if versions do not matter, because the fetch verifies the
+        digests of all needed chunks.
+        """
         observed, chunks = self.manifest.observed, self.arrival.chunks
         versions = observed.versions if observed else ()
         if self.verify and all(chunks.digests[chunk] != UNKNOWN_DIGEST for chunk in chunks.needed()):
@@ -208,8 +210,8 @@ class _Fetch:
     def _give_up_silent(self, now_s: float, late_s: float) -> None:
         """Close the connection of each part that received nothing for longer than its limit.
 
-        This thread woke `late_s` too late. That time does not count as silence of the source, because the receiving
-        threads had the same delay.
+        This thread woke `late_s` too late. Do not count that time as silence of the source, because the receiving threads
+        had the same delay.
         """
         for part in self._ranges.active:
             if late_s > 0.01:
@@ -278,15 +280,15 @@ class _Fetch:
         return None
 
     def _fetch_part(self, connection: Connection, part: Part, buffer: memoryview, *, fresh: bool) -> bool:
-        """Fetch a part, or put back the rest of it. Return False if the rest must be requested on a new connection.
+        """Fetch a part. After a failure, put back the rest. Return False if the rest must be requested on a new connection.
 
-        A new connection is needed if this one is not `fresh`, and the object seems to have changed or the answer has
-        another range. If a server or a proxy answers a request twice, the second answer looks like the answer to the
-        next request. Only a new connection shows whether the object has really changed.
+        If a server or a proxy answers a request twice, the second answer looks like the answer to the next request. Then
+        the object seems to have changed, or the answer has another range. If this happens on a connection that is not
+        `fresh`, only a new connection shows whether the object has really changed.
         """
         with self._changed:
             if self._over:
-                # `_stop` ran before this connection was in `_connections`, so it would not end a read here.
+                # Do not read: `_stop` ran before this connection was in `_connections`, so nothing would end the read.
                 self._ranges.finish(part)
                 return True
             self._connections[part] = connection
@@ -338,7 +340,9 @@ class _Fetch:
         self._changed.notify_all()
 
     def _check_version(self, part: Part, info: ObjectInfo) -> None:
-        """Raise SnapshotChanged if the size differs from the manifest or, without digests, the version from the first answer."""
+        """Raise SnapshotChanged if the size differs from the manifest. If digests are missing, also compare the version with the
+        observed version or, if there is none, with the version in the first answer.
+        """
         shard = self.manifest.shards[part.shard]
         if info.size_bytes != shard.size_bytes:
             how = f"it has {info.size_bytes} bytes instead of {shard.size_bytes}"

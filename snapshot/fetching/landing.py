@@ -28,11 +28,11 @@ _RESUME_BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ShardTarget:
-    """The open file of one shard, of exactly its size.
+    """The open file of one shard. The file has exactly the size of the shard.
 
-    `memory` is a shared mapping of the same file, into which bytes are received directly. It is given in two cases:
-    its pages exist already, or its pages are huge and not allocated yet, with `fresh` set. For new small pages, pwrite
-    is faster, because it needs no page fault for each page (docs/decisions.md).
+    `memory` is a shared mapping of the same file, into which bytes are received directly. It is given in two cases: if the
+    pages of the file exist already, or if they are huge and not allocated yet. In the second case, `fresh` is set. For new
+    small pages, pwrite is faster, because it needs no page fault for each page (docs/decisions.md).
     """
 
     name: str
@@ -44,7 +44,7 @@ class ShardTarget:
     def reserve(self, begin: int, end: int) -> None:
         """Allocate the pages of bytes [begin, end), if needed. Raises OSError if the file system is full.
 
-        Otherwise, a write to a page of `memory` that a full tmpfs cannot allocate would kill the process.
+        Without this call, a write to a page of `memory` that a full tmpfs cannot allocate would kill the process.
         """
         if self.fresh and begin < end:
             os.posix_fallocate(self.descriptor, begin, end - begin)
@@ -140,8 +140,8 @@ class Landing:
     def _settle(self, chunk: int, count: int, digest: str | None, buffer: memoryview) -> None:
         """Count `count` more bytes of `chunk`. If it is complete, verify it and record that it has landed.
 
-        `digest` is the digest of the whole chunk. It is None if the chunk is not complete, if it was received in pieces
-        and must be read again for its digest, or if nothing is verified.
+        `digest` is the digest of the whole chunk. It is None if the chunk is not complete, or if nothing is verified. It is
+        also None if the chunk was received in several pieces. Then the chunk is read again for its digest.
         """
         extent = self.arrival.chunks.extent(chunk)
         with self.lock:
@@ -203,11 +203,11 @@ def land_existing(
     cancelled: threading.Event,
     learned: Sequence[str] | None = None,
 ) -> None:
-    """Record as landed every chunk that the files already hold. Does not read parts of files that were never written.
+    """Record as landed every chunk whose bytes the files already have. Does not read parts of files that were never written.
 
-    `learned` are the digests that an earlier fetch has computed, if the manifest has none. No file records which
-    chunks have landed, since such a record could be wrong after a crash. So the files are read and hashed (5 GB/s
-    from memory). Returns early, without an error, once `cancelled` is set.
+    `learned` are the digests that an earlier fetch has computed, if the manifest has none. The files are read and hashed
+    (5 GB/s from memory), because a stored record of the landed chunks could be wrong after a crash. Returns early, without
+    an error, once `cancelled` is set.
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
     shard = data_at = -1

@@ -1,6 +1,6 @@
 """Keeps account of the byte ranges of a fetch: the waiting ranges in their order, and the parts that are being read.
 
-It uses no threads and no clock: callers lock, and pass the time. Every byte is in exactly one state: in a
+It uses no threads, locks or clock: callers hold a lock, and pass the time. Every byte is in exactly one state: in a
 waiting range, in one part that a connection is reading, or done. So no two connections write the same bytes, and the
 bytes in each state can be counted.
 """
@@ -47,7 +47,7 @@ class Part:
     """The value of `end` at the time of the request."""
     # True once the source has answered the request.
     started: bool = False
-    # True if the supervisor closed the connection, because nothing was received for too long.
+    # True if the supervisor closed the connection because it received nothing for too long.
     broken_off: bool = False
 
 
@@ -75,7 +75,7 @@ class Chunks:
         return [digest for shard in self._shards for digest in shard.chunks]
 
     def accept(self, chunk: int, digest: str) -> bool:
-        """Return True if `chunk` has this digest. If its digest is not known yet, record this one and return True."""
+        """Return True if `digest` is the digest of `chunk`. If the digest of `chunk` is not known yet, record `digest`."""
         if self._learning and self.digests[chunk] == UNKNOWN_DIGEST:
             self.digests[chunk] = digest
         return self.digests[chunk] == digest
@@ -87,7 +87,7 @@ class Chunks:
         return Range(shard, begin, min(begin + self._chunk_bytes, self._sizes[shard]))
 
     def at(self, shard: int, offset: int) -> int:
-        """Return the number of the chunk that holds byte `offset` of shard number `shard`."""
+        """Return the number of the chunk with byte `offset` of shard number `shard`."""
         return self._first[shard] + offset // self._chunk_bytes
 
     def of_shard(self, shard: int) -> range:
@@ -95,7 +95,7 @@ class Chunks:
         return range(self._first[shard], self._first[shard + 1])
 
     def covering(self, shard: int, begin: int, end: int) -> tuple[int, int]:
-        """Return the first and the last chunk that hold bytes [begin, end) of a shard. The range must not be empty."""
+        """Return the first and the last chunk with bytes [begin, end) of a shard. The range must not be empty."""
         return self.at(shard, begin), self.at(shard, end - 1)
 
 
@@ -125,9 +125,9 @@ class Ranges:
         return not self._waiting and not self.active
 
     def take(self, limit_bytes: int, now_s: float) -> Part | None:
-        """Return the next part to read: the first range that is due at `now_s`. None if no range is due.
+        """Return the next part to read, from the first range that is due at `now_s`. None if no range is due.
 
-        A range larger than `limit_bytes` is cut, between chunks if possible.
+        If the range is larger than `limit_bytes`, cut it, between chunks if possible. The rest keeps waiting.
         """
         item = next((item for item in self._waiting if item.due_s <= now_s), None)
         if item is None:
@@ -162,9 +162,9 @@ class Ranges:
     def split(self, least_bytes: int, margin_bytes: int) -> Part | None:
         """Cut the part with the most unread bytes in two. Return its second half as a new part.
 
-        The next `margin_bytes` of the part, which its connection may be reading now, do not count and stay with the
-        first half. Returns None if no part is being read, if the connection of that part was closed, or if a half
-        would be smaller than `least_bytes`.
+        The connection of the part may be reading its next `margin_bytes` now. So these bytes stay with the first half, and do
+        not count for the size of the halves. Returns None if no part is being read, if the connection of that part was closed,
+        or if a half would be smaller than `least_bytes`.
         """
         longest = max(self.active, key=lambda part: part.end - part.at, default=None)
         if longest is None or longest.broken_off or longest.end - longest.at < 2 * least_bytes + margin_bytes:
@@ -172,8 +172,8 @@ class Ranges:
         middle = (longest.at + margin_bytes + longest.end) // 2
         aligned = middle // self._chunk_bytes * self._chunk_bytes
         cut = aligned if aligned >= longest.at + margin_bytes + least_bytes else middle
-        # Set the new end before checking `at`: the other thread goes on reading, but now it stops at the cut. If it has
-        # come too close to the cut meanwhile, restore the old end.
+        # Set the new end before checking `at`: the other thread continues to read, but it now stops at the cut. If that
+        # thread has come too close to the cut meanwhile, restore the old end.
         end, longest.end = longest.end, cut
         if longest.at + margin_bytes > cut:
             longest.end = end

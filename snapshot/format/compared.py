@@ -1,8 +1,8 @@
-"""Opens the shards of a snapshot in a folder of this node, and refuses a file that has other bytes than the manifest says.
+"""Opens the shards of a snapshot in a folder of this node, and refuses a file whose bytes differ from the manifest.
 
 A file has a version (`file_version`), which changes when anything writes to the file or replaces it. A file is read and
-compared with its digests once for each version: a deploy stores the versions that it has compared. So an unchanged file costs
-one system call, a copy or a restored backup is read once more, and other bytes are refused.
+compared with the digests once for each version: a deploy stores the versions that it has compared. So an unchanged file costs
+one system call. A copy or a restored backup has a new version, so it is read once more.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from .manifest import Manifest, Shard
 from .verify import chunk_fault
 
 REMEDY = "Deploy again to use the new file, or put the deployed file back."
-# The kernel takes the times of files from a clock that ticks every 1 to 10 ms. A second write within a tick may change no time.
+# The times of files come from a clock that ticks every 1 to 10 ms. A second write within a tick may not change them.
 _TICK_NS = 20_000_000
-# Some file systems store times in whole or in even seconds.
+# Some file systems store times in whole seconds, or in units of two seconds.
 _SECOND_NS = 1_000_000_000
 
 
 def file_version(status: os.stat_result) -> str:
-    """Return the version of a file; "" if the file has changed so lately that the next write may not change its times.
+    """Return the version of a file. "" if the file has changed so recently that another write may not change its times.
 
-    It has the time of the last change only if the file has one name. Each name that is added or removed sets this time,
-    though the bytes stay. But only this time shows a write after which a program has reset the time of the last write.
+    After a write, a program can reset the time of the last write (mtime), but not the time of the last change (ctime). So
+    the version includes the ctime. But adding or removing a hard link changes the ctime too, although the bytes stay. So the
+    version of a file with several hard links has no ctime.
     """
     named_once = status.st_nlink == 1
     changed_ns = status.st_ctime_ns if named_once else status.st_mtime_ns
     tick_ns = _TICK_NS if changed_ns % _SECOND_NS else 2 * _SECOND_NS
-    # A time far in the future comes from another clock, such as the clock of a file server.
+    # Accept a time far in the future: it comes from another clock, such as the clock of a file server.
     if abs(time.time_ns() - changed_ns) < tick_ns:
         return ""
     version = f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
@@ -42,10 +43,10 @@ def file_version(status: os.stat_result) -> str:
 
 
 class ComparedShards:
-    """The shards of a snapshot in folder `root`. Any thread may use it, and forks inherit what was compared."""
+    """The shards of a snapshot in folder `root`. Thread-safe. Forked processes inherit the versions that were compared."""
 
     def __init__(self, root: Path, manifest: Manifest, versions: Mapping[str, str]) -> None:
-        """`versions` has the version of each shard, by name, whose bytes were compared with `manifest` before."""
+        """`versions` maps the name of each shard that was compared with `manifest` before to the version that was compared."""
         self._source, self._manifest = FolderSource(root), manifest
         self._numbers = {shard.name: number for number, shard in enumerate(manifest.shards)}
         self._paths = {name: root / name for name in self._numbers}
@@ -65,16 +66,17 @@ class ComparedShards:
         return descriptor
 
     def compare(self, name: str, descriptor: int) -> None:
-        """Raise SnapshotChanged if the manifest describes other bytes than an open shard has. Read only a new version."""
+        """Raise SnapshotChanged if an open shard has other bytes than the manifest. Read the file only if its version is new."""
         version = file_version(os.fstat(descriptor))
         if self._knows(name, version):
             return
         self._read(self._numbers[name], descriptor)
-        # If the file was written to meanwhile, its version is another one now.
+        # Store the version from before the read. If the file was written to meanwhile, its version is now another one, and
+        # the next call reads the file again.
         self.versions[name] = version
 
     def check(self) -> None:
-        """Compare the files that have the names of the shards now. Read only new versions."""
+        """Compare the files that have the names of the shards now. Read only files with a new version. Raises SnapshotChanged."""
         for name, path in self._paths.items():
             try:
                 version = file_version(path.stat())
@@ -107,7 +109,7 @@ class ComparedShards:
 
 
 def truncated(root: Path, manifest_file: Path) -> str:
-    """Return the path of the first shard that is shorter than its manifest says. "" if there is none, or no manifest."""
+    """Return the path of the first shard that is shorter than the manifest says. "" if there is none, or a file is missing."""
     with suppress(OSError, SnapshotError):
         for shard in Manifest.read(manifest_file).shards:
             if (path := root / shard.name).stat().st_size < shard.size_bytes:

@@ -1,6 +1,7 @@
 """Creates a manifest of existing safetensors files, without changing them, from their headers and digests.
 
-`create` reads all bytes. `observe` reads the headers only: the digests are added when the bytes are fetched.
+`create` reads all bytes. `observe` reads only the headers of the shards, and the assets. The digests of chunks are added
+when the bytes are fetched.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def create(
 ) -> Manifest:
     """Return a manifest of the safetensors files at `where`: a folder, a source or one file. Writes nothing.
 
-    The top folder must hold either one `*.safetensors`, or several and the `*.safetensors.index.json` that lists
-    them. With `file`, only that file is used. If the source cannot be listed (a web server), it must be given. Raises SnapshotError if it is not clear which files to use, HeaderError
-    if a file is not valid, SourceError if a file cannot be read, SnapshotChanged if a file changes meanwhile, and
-    ManifestError if the format does not allow the result.
+    The top folder must have either one `*.safetensors`, or several and the `*.safetensors.index.json` that lists
+    them. With `file`, that file is the only shard. If the source cannot be listed (a web server), `file` is required.
+    Raises SnapshotError if it is not clear which files to use, HeaderError if a file is not valid, SourceError if a file
+    cannot be read, SnapshotChanged if a file changes meanwhile, and ManifestError if the format does not allow the result.
     """
     # Refuse wrong arguments here, before the files are read.
     how = {"chunk_bytes": chunk_bytes, "algorithm": algorithm}

@@ -22,8 +22,8 @@ from ..sources.source import Source
 T = TypeVar("T")
 ASSET_BUFFER_BYTES = 1 << 20
 RUN_BYTES = 32 << 20
-"""The bytes of one read of a remote source, which several threads read. Each read has a new connection: a used
-connection may deliver a second answer to an earlier request, and without known digests nothing would reveal that."""
+"""The size of one read if several threads read a remote source. Each read uses a new connection: a used connection may
+deliver a second answer to an earlier request, and without known digests this would not be noticed."""
 
 AlgorithmName = Literal["xxh3-128", "sha256"]
 
@@ -53,16 +53,16 @@ class Algorithm:
 
 
 XXH3 = Algorithm(xxhash.xxh3_128, 32)
-"""Finds corruption, at 29 GB/s per core (docs/decisions.md). It does not withstand forged bytes."""
+"""Finds corruption, at 29 GB/s per core (docs/decisions.md). It does not find bytes that are forged to have the same digest."""
 SHA256 = Algorithm(hashlib.sha256, 64)
-"""Withstands forged bytes, and takes longer."""
+"""Also finds forged bytes, but takes longer."""
 ALGORITHMS: Mapping[AlgorithmName, Algorithm] = {"xxh3-128": XXH3, "sha256": SHA256}
 
 
 class DigestedChunk(NamedTuple):
     """The digest of chunk number `position` of file `name`.
 
-    `size_bytes` is the number of bytes read, which is too small if the file has become shorter.
+    `size_bytes` is the number of bytes that were read. It is smaller than the chunk if the file has become shorter.
     """
 
     name: str

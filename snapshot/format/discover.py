@@ -14,7 +14,7 @@ from .manifest import SIGNATURE_NAME, Manifest, read_manifest
 from .signature import MAX_SIGNATURE_BYTES
 
 INDEX = f"model{INDEX_SUFFIX}"
-# The names of files of weights that these libraries write: transformers and sentence-transformers, diffusers, PEFT.
+# The names that libraries give to a file of weights: transformers and sentence-transformers, diffusers, PEFT.
 WHOLE = (f"model{SUFFIX}", f"diffusion_pytorch_model{SUFFIX}", f"adapter_model{SUFFIX}")
 # The files beside weights that handlers read. A web server cannot be listed, so each of these names is tried.
 BESIDE = (
@@ -29,15 +29,15 @@ BESIDE = (
 def find_manifest(source: Source, file: str | None = None) -> Manifest:
     """Return the manifest at `source`. Without a manifest, make one of the files there, without digests of chunks.
 
-    With `file`, that file alone holds the weights. Raises SourceMissing if there are no weights, SourceError if they
-    cannot be read, and ManifestError, HeaderError or SnapshotError if they are not valid.
+    With `file`, that file is the only shard. Raises SourceMissing if there are no weights, SourceError if the files
+    cannot be read, and ManifestError, HeaderError or SnapshotError if the files are not valid.
     """
     try:
         manifest = read_manifest(source)
         if file is None or [shard.name for shard in manifest.shards] == [file]:
             return manifest
     except (SourceMissing, SourceDenied) as error:
-        # Without the permission to list the bucket, S3 answers "denied" for a missing object.
+        # After "denied", look for weights too: S3 answers so for a missing object if the bucket may not be listed.
         if error.details.get("code") == "NoSuchBucket":
             raise
         missing = error
@@ -46,7 +46,7 @@ def find_manifest(source: Source, file: str | None = None) -> Manifest:
     try:
         names = names_of(source, file)
     except SnapshotError as error:
-        # Leave out the remedy of `read_manifest`, which is to make a manifest: there are no weights.
+        # Leave out the remedy of `read_manifest`, which is to make a manifest, because there are no weights.
         why = missing.__cause__ if isinstance(missing.__cause__, SourceError) else missing
         fault = f"There are no weights at {source.url}: {why.message} {error.message}"
         raise type(missing)(fault, remedy=why.remedy, details=why.details) from error
@@ -56,7 +56,7 @@ def find_manifest(source: Source, file: str | None = None) -> Manifest:
 def find_signature(source: Source, manifest: Manifest | None) -> bytes | None:
     """Return the content of the signature's file beside the manifest at `source`, unchecked. None if there is no file.
 
-    Returns at most one byte more than MAX_SIGNATURE_BYTES. A manifest that cannot be signed costs no request.
+    Returns at most one byte more than MAX_SIGNATURE_BYTES. If the manifest cannot be signed, sends no request.
     Raises SourceUnavailable if the source does not answer.
     """
     if manifest is None or manifest.algorithm != "sha256":
@@ -65,7 +65,7 @@ def find_signature(source: Source, manifest: Manifest | None) -> bytes | None:
         return read_all(source, SIGNATURE_NAME, MAX_SIGNATURE_BYTES + 1)
     except SourceUnavailable:
         raise
-    # As for the manifest: S3 may answer "denied" for a missing object. Other servers may answer with status 400 or 405.
+    # Take any other error for a missing file. S3 may answer "denied" for a missing object, and other servers 400 or 405.
     except SourceError:
         return None
 
@@ -73,7 +73,8 @@ def find_signature(source: Source, manifest: Manifest | None) -> bytes | None:
 def names_of(source: Source, file: str | None = None) -> Sequence[str]:
     """Return the names of the weights at `source`, and of all files beside them.
 
-    If the source cannot be listed, look for files with usual names. Raises SnapshotError if there are no weights.
+    If the source cannot be listed, or lists no weights, look for files with usual names. Raises SnapshotError if no file
+    is found.
     """
     names = _listed(source)
     if file is not None and file not in names:
@@ -91,7 +92,7 @@ def _listed(source: Source) -> list[str]:
 
 
 def _usual(source: Source) -> list[str]:
-    """Return the files of weights, and the files beside them, that have usual names. [] if there are no weights."""
+    """Return the files of weights, and the files beside them, that have usual names. [] if there are no such weights."""
     if _present(source, (INDEX,)):
         weights = [INDEX, *sorted(set(read_index(source, INDEX).values()))]
     else:

@@ -17,15 +17,15 @@ class Dtype(NamedTuple):
     bits: int
     torch_name: str | None
     packed: int = 1
-    """How many elements torch counts as one. An element of torch is a whole byte at least."""
+    """How many elements of the file torch counts as one element. An element of torch has at least one whole byte."""
 
     @property
     def torch_itemsize_bytes(self) -> int:
-        """The size of one element in torch, which must have the type."""
+        """The size of one element in torch. Call it only if torch has the type."""
         return self.bits * self.packed // 8
 
     def size_bytes(self, shape: Sequence[int]) -> int | None:
-        """Return the size of a tensor of this type. None if the tensor would not fill whole bytes, as it must."""
+        """Return the size of a tensor of this type. None if the tensor would not fill whole bytes, which the format forbids."""
         size_bytes, rest = divmod(prod(shape) * self.bits, 8)
         return None if rest else size_bytes
 

@@ -26,21 +26,21 @@ LENGTH_BYTES = 8
 # The safetensors library has the same limit.
 MAX_HEADER_BYTES = 100_000_000
 MAX_HEADERS_BYTES = 2 * MAX_HEADER_BYTES
-"""The most bytes of the headers of all files of a snapshot together."""
+"""The limit for the sizes of all headers of a snapshot together."""
 _LARGE_BYTES = 1 << 20
 MAX_TENSORS = 1 << 18
 # Torch has the same limit.
 MAX_RANK = 64
 MAX_TENSOR_NAME_CHARS = 1024
 MAX_FILE_BYTES = 1 << 53
-# A JSON parser allocates up to 350 bytes for an opening bracket and 120 for a comma.
+# Limit the memory of a JSON parser, which allocates up to 350 bytes for an opening bracket and 120 for a comma.
 MAX_BRACKETS = 1 << 20
 MAX_COMMAS = 1 << 22
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _REMEDY = "Save the file again with the safetensors library, or fetch it again."
 _FETCH = "Open its address in a browser: you may have to log in, or it is not the address of the file."
-# What files begin with that have the name of a safetensors file, what they are, and the remedy.
+# Other contents that are often found under the name of a safetensors file: the first bytes, the kind, and the remedy.
 _OTHERS = (
     (rb"version https?://git-", "a pointer of Git LFS", "Run `git lfs pull`, or fetch the file itself (hub: /resolve/, not /raw/)."),
     (rb"(?i)\s*<(!doctype|!--|html|head|body|\?xml)", "a page of HTML or XML", _FETCH),
@@ -71,7 +71,7 @@ class Header:
 
 
 class HeaderRoom:
-    """The room for the headers of one snapshot, which several threads read. Large headers are read one after another."""
+    """Limits the memory for the headers of one snapshot. Several threads read headers, but only one large header at a time."""
 
     def __init__(self) -> None:
         self._counting, self._reading = threading.Lock(), threading.Lock()
@@ -79,7 +79,11 @@ class HeaderRoom:
 
     @contextmanager
     def taken(self, name: str, size_bytes: int) -> Iterator[None]:
-        """Hold room for a header while it is read and parsed. Raises HeaderError if there is not enough."""
+        """Count a header against MAX_HEADERS_BYTES, the limit for all headers of a snapshot. The bytes are not given back.
+
+        In the block, read and parse the header; only one large header is read at a time. Raise HeaderError if the limit is
+        exceeded.
+        """
         with self._counting:
             self._left -= size_bytes
             if self._left < 0:
@@ -118,7 +122,7 @@ def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
     if file_bytes > MAX_FILE_BYTES:
         _refuse(file, f"it has {file_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
     entries = _entries(text, file)
-    # The safetensors library reads null as no metadata.
+    # Like the safetensors library, read null as no metadata.
     metadata = {} if (given := entries.pop(_METADATA, None)) is None else given
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(file, f"its {_METADATA} is not an object of strings")
@@ -158,7 +162,7 @@ def _entries(text: bytes, file: str) -> dict[str, Any]:
     if fault := bulk_fault(text):
         _refuse(file, f"its header is not that of a tensor file: {fault}")
     try:
-        # Decode explicitly: json.loads on bytes would also guess UTF-16 and UTF-32.
+        # Decode as UTF-8 first: json.loads would also accept bytes in UTF-16 and UTF-32.
         unique = partial(_unique, file)
         # The result is a dict, because JSON that starts with '{' is an object.
         return json.loads(text.decode(), object_pairs_hook=unique, parse_constant=_no_constant)  # type: ignore[no-any-return]
@@ -180,7 +184,7 @@ def _no_constant(constant: str) -> Never:
 def _tensor(file: str, name: str, entry: Any, data_offset_bytes: int) -> TensorHeader:
     if not name_is_sound(name):
         _refuse(file, "a tensor's name is empty, too long or no valid text", name)
-    # The safetensors library ignores other keys.
+    # Like the safetensors library, ignore other keys.
     if not isinstance(entry, dict) or not entry.keys() >= _FIELDS:
         _refuse(file, f"its entry does not hold {', '.join(sorted(_FIELDS))}", name)
     dtype = entry["dtype"]
@@ -229,7 +233,7 @@ def _check_cover(file: str, tensors: list[TensorHeader], end_bytes: int, file_by
 def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
     """Return the aliases of tensors in `stored` that safetensors.torch.save_model put into the metadata.
 
-    The metadata may also hold notes, so entries whose key cannot be the name of a tensor are left out.
+    The metadata may also have other entries, so entries whose key cannot be the name of a tensor are left out.
     """
     return {
         alias: target
@@ -246,7 +250,7 @@ def repeated(names: Iterable[str]) -> str | None:
 
 def name_is_sound(name: str) -> bool:
     """Return True if `name` is allowed as a tensor's name: not empty, not too long, and valid in UTF-8."""
-    # json.loads accepts half of a surrogate pair, which cannot be encoded in UTF-8.
+    # Refuse half of a surrogate pair: json.loads accepts it, but it cannot be encoded in UTF-8.
     return 0 < len(name) <= MAX_TENSOR_NAME_CHARS and not any("\ud800" <= char <= "\udfff" for char in name)
 
 

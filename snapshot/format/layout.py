@@ -44,9 +44,9 @@ class Layout:
 def lay_out(source: Source, names: Sequence[str], file: str | None = None) -> Layout:
     """Return the layout of the files `names`, which are all in `source`.
 
-    With `file`, that file is the only shard. Without `file`, the top folder must hold either one `*.safetensors`, or
-    several and the `*.safetensors.index.json` that lists them. Raises SnapshotError if the top folder holds neither,
-    and HeaderError if the index is not valid.
+    With `file`, that file is the only shard. Without `file`, the top folder must have either one `*.safetensors`, or
+    several and the `*.safetensors.index.json` that lists them. Raises SnapshotError if the choice of the files
+    is not clear, if a shard is missing or if there are too many assets, and HeaderError if the index is not valid.
     """
     assets = tuple(sorted(name for name in names if is_asset(name)))
     if len(assets) > MAX_ASSETS:
@@ -105,8 +105,8 @@ def _indexed(
 ) -> Layout:
     places = read_index(source, index)
     shards = tuple(sorted(set(places.values())))
-    # Safetensors files that the index does not list (consolidated.safetensors, an adapter) are ignored. But the file
-    # that is named like the index (model.safetensors) may also hold all weights, so it is not clear which to use.
+    # Ignore safetensors files that the index does not list (consolidated.safetensors, an adapter). But a file that is
+    # named like the index (model.safetensors) may also have all weights. Refuse it, because the choice is not clear.
     whole = index.removesuffix(".index.json")
     if whole in files and whole not in shards:
         raise ambiguous(source, [whole, index])

@@ -1,7 +1,7 @@
 """Defines the manifest: a JSON file that makes the safetensors files in its folder a snapshot.
 
-The manifest has the place of each tensor, so that restoring parses no headers. It also has the digests of all chunks,
-so that a fetch can verify each arriving chunk. It is untrusted input: each fault raises ManifestError.
+The manifest has the position of each tensor, so that restoring parses no headers. It also has the digests of all chunks,
+so that a fetch can verify each arriving chunk. A manifest is untrusted input: each fault raises ManifestError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ SIGNATURE_NAME = f"{MANIFEST_NAME}.sig"
 MAX_MANIFEST_BYTES = 128 << 20
 MAX_SHARDS = 1 << 14
 MAX_CHUNKS = 1 << 19
-"""2 TiB of weights with the default size of chunks. The digests hold the interpreter while they are parsed: 1 s."""
+"""Enough for 2 TiB of weights with the default size of chunks. Parsing this many digests takes 1 s. No other thread runs
+meanwhile."""
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 1 << 30
 DEFAULT_CHUNK_BYTES = 4 << 20
@@ -51,7 +52,7 @@ UNKNOWN_DIGEST = "0" * 32
 LOCAL_FIELDS = ("observed", "part", "realm")
 """The fields that only manifests on a node have. Other readers refuse fields that they do not know."""
 REALM_DIGITS = 24
-"""How many digits of a digest come from the realm: too many for anyone to construct a realm with the same digits."""
+"""How many digits of a digest come from the realm. It is infeasible to construct another realm with this many equal digits."""
 
 
 def _file_name(name: str) -> str:
@@ -78,7 +79,7 @@ def _must(hold: Callable[[str], bool], fault: str) -> AfterValidator:
 Bytes = Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
 FileName = Annotated[str, AfterValidator(_file_name)]
 TensorName = Annotated[str, _must(name_is_sound, "not a tensor's name")]
-# `_check_digests` checks that the digests of a manifest are of its algorithm.
+# `_check_digests` checks that a digest has the length for the algorithm of its manifest.
 ChunkDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}([0-9a-f]{32})?$")]
 
 
@@ -245,7 +246,7 @@ class Manifest(_Frozen):
 
     @property
     def has_digests(self) -> bool:
-        """True if the digest of every chunk is known."""
+        """True if the digest of every needed chunk is known."""
         if self.observed is None:
             return True
         digests = [digest for shard in self.shards for digest in shard.chunks]
@@ -351,12 +352,12 @@ def read_manifest(source: Source) -> Manifest:
 
 
 def realm_digits(realm: str) -> str:
-    """Return the digits with which the digests of all snapshots of a realm end."""
+    """Return the last digits of the digests of all snapshots of a realm."""
     return realm[:REALM_DIGITS]
 
 
 def _crowd_fault(text: bytes) -> str | None:
-    """Return why pydantic could find millions of faults, each of a kilobyte, in `text`. None if it cannot."""
+    """Return a fault if pydantic could find millions of faults in `text`, each of which takes a kilobyte. Else None."""
     if len(text) <= _LARGE_BYTES:
         return None
     try:
@@ -413,7 +414,7 @@ def _check_observed(manifest: Manifest) -> None:
         return
     if len(manifest.observed.versions) != len(manifest.shards):
         raise ValueError("observed does not have one version for each shard")
-    # The digests that fetches compute, and UNKNOWN_DIGEST, are of this algorithm.
+    # Fetches compute digests with this algorithm only, and UNKNOWN_DIGEST has its length.
     if manifest.algorithm != "xxh3-128":
         raise ValueError("observed has another algorithm than xxh3-128")
 

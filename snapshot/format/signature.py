@@ -1,10 +1,10 @@
 """Signs manifests with Ed25519 (RFC 8032), and checks signatures.
 
-A signature is over the digest of the manifest, and the manifest has the digests of the weights. A signature protects the
-weights only if these digests withstand forged bytes. So a manifest with another algorithm than sha256 is neither signed
-nor accepted.
+A signature signs the digest of the manifest, which has the digests of the weights. It protects the weights only if other
+bytes with the same digests cannot be forged. So a manifest with another algorithm than sha256 is neither signed nor
+accepted.
 
-A signature is a file beside the manifest, and no field of it, because it depends on the digest of the manifest.
+The signature depends on the digest of the manifest. So it cannot be a field of the manifest, and has a file of its own.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SnapshotSignature(BaseModel):
 def sign(manifest: Manifest, key: Path, *, new_key: bool = False) -> SnapshotSignature:
     """Sign a manifest with the private key in a file. With `new_key`, first write a new key to this file.
 
-    Raises SnapshotError if a signature would protect nothing, or if the key cannot be used.
+    Raises SnapshotError if the algorithm of the digests is not sha256, or if the key cannot be used.
     """
     if manifest.algorithm != "sha256":
         fault = f"The digests of the chunks are {manifest.algorithm}, which does not withstand forged bytes."
@@ -82,7 +82,8 @@ def check_signature(
 ) -> str:
     """Return which of `signers` has signed the manifest of the snapshot at `where`. Raises SignatureInvalid.
 
-    `text` is the content of the signature's file. It and `manifest` are None if there is no such file.
+    `text` is the content of the signature's file, or None if there is no such file. `manifest` is None if there is no
+    manifest.
     """
     if manifest is None or manifest.observed is not None:
         raise _invalid(where, "no manifest, and so no signature", _CREATE)
@@ -148,7 +149,7 @@ def _read_key(file: Path) -> Ed25519PrivateKey:
 
 
 def _signed(manifest: Manifest) -> bytes:
-    """Return what is signed. Which part of the weights a node needs, and its realm, do not belong to it."""
+    """Return the bytes that are signed. Leave out the part that a node needs and its realm, which differ between nodes."""
     return _PURPOSE + manifest.model_copy(update={"part": None, "realm": ""}).digest.encode()
 
 

@@ -13,8 +13,8 @@ from .layout import some
 from .manifest import Manifest, NeededPart, TensorEntry
 
 Slices = Mapping[str, tuple[int, int, int]]
-"""Maps patterns of tensors' names to (dim, rank, world). In a pattern, * stands for any characters. The first pattern
-that fits a name counts."""
+"""Maps patterns of tensors' names to (dim, rank, world). In a pattern, * stands for any characters. If several patterns
+fit a name, the first one is used."""
 
 _MAX_STRIDE = (1 << 63) - 1
 
@@ -34,7 +34,7 @@ class Strided(NamedTuple):
     stride: tuple[int, ...]
     begin_bytes: int
     end_bytes: int
-    """The byte after the last element. Between two rows of a slice, there may be bytes of other slices."""
+    """The byte after the last element. The bytes up to it may include bytes of other slices, between the rows of this slice."""
 
 
 def matching(pattern: str, names: Collection[str]) -> list[str]:
@@ -69,7 +69,7 @@ def shape_fault(entry: TensorEntry) -> str | None:
     """Return why torch cannot have a tensor of this type and shape, or None if it can."""
     if DTYPES[entry.dtype].torch_shape(entry.shape) is None:
         return f"{entry.dtype} {list(entry.shape)}, whose rows do not fill whole bytes"
-    # An empty tensor may have any other dimensions.
+    # Count an empty dimension as 1: the other dimensions of an empty tensor may still be too large for torch.
     if prod(max(size, 1) for size in entry.shape) > _MAX_STRIDE:
         return f"{entry.dtype} {str(list(entry.shape))[:80]}, which is too large a shape for torch"
     return None
@@ -95,7 +95,7 @@ def torch_shape(entry: TensorEntry) -> tuple[int, ...]:
 
 
 def strided(entry: TensorEntry, cut: Slice | None = None) -> Strided:
-    """Return the place of a tensor, or of a slice of it. They must have no `shape_fault` and no `slice_fault`.
+    """Return the position of a tensor, or of a slice of it. The caller has checked `shape_fault` and `slice_fault`.
 
     A slice along dimension 0 is contiguous. A slice along another dimension has the strides of the whole tensor.
     """
@@ -122,7 +122,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def part_of(manifest: Manifest, tensors: Sequence[str], slices: Slices) -> Manifest:
-    """Return the manifest with a part, which has only the chunks of these tensors or of their slices.
+    """Return the manifest with a part. The part has only the chunks of these tensors or of their slices.
 
     `tensors` are patterns, like the keys of `slices`. Without `tensors`, all tensors are needed. Raises
     SnapshotMismatch if a pattern fits no name or a tensor cannot be cut.

@@ -1,4 +1,4 @@
-"""Verifies a snapshot: reads every byte, compares every digest, and reports the place of the first fault."""
+"""Verifies a snapshot: reads every byte, compares every digest, and reports where the first fault is."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def corrupt_chunk(manifest: Manifest, index: int, chunk: int) -> SnapshotCorrupt
 
 
 def chunk_fault(manifest: Manifest, index: int, chunk: int) -> str:
-    """Return the text for a chunk of a shard whose digest differs, with the names of its tensors."""
+    """Return the text of a message that a chunk has another digest, with the names of the tensors in the chunk."""
     place = (
         f"chunk {chunk} of {len(manifest.shards[index].chunks)} (from byte {chunk * manifest.chunk_bytes})"
     )

@@ -1,6 +1,6 @@
 """Serves the chunks of a ServedChunks to other nodes, over HTTP/1.1, and over TLS if there is a certificate.
 
-    GET /v1/line/KEY               this node's position in line for a snapshot, as JSON; ?settled=1 waits a moment for it
+    GET /v1/line/KEY               this node's position in line for a snapshot, as JSON; ?settled=1 waits up to SETTLE_S for it
     GET /v1/chunks/KEY/TICKET/N    chunk N; 503 if it has not landed after a second, 404 if this node does not fetch it
 
 Every GET request needs the token of the cluster. Without the token, the answer is 401 for every path.
@@ -42,7 +42,7 @@ _MAX_DIGITS = 10
 class ChunkServer:
     """Serves on `sock`, with a thread for each connection. `certificate` is the chain and the key, in PEM files.
 
-    The thread of a connection calls `on_end` when the connection ends, if chunks have been served.
+    The thread of a connection calls `on_end` when the connection ends, if any chunk was served since it began.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class ChunkServer:
         """Accept no more connections, and end the open connections."""
         self._closed.set()
         with self._lock:
-            # A connection that is added to `_open` later ends after IDLE_TIMEOUT_S.
+            # A connection that is added to `_open` later is not shut here. It ends after IDLE_TIMEOUT_S without a request.
             for one in (self._sock, *self._open):
-                # The shutdown wakes the thread that waits for this socket, and that thread closes the socket.
+                # Only shut the socket down. This wakes the thread that waits for the socket, and that thread closes it.
                 _shut(one)
 
     def admits(self, authorization: str) -> bool:
@@ -88,7 +88,7 @@ class ChunkServer:
                 try:
                     connection, _ = self._sock.accept()
                 except OSError:
-                    # The socket was closed, or this process has too many open files now.
+                    # `close` has shut the socket down, or this process has too many open files. If not closed, try again.
                     self._closed.wait(_RETRY_S)
                     continue
                 if not self._slots.acquire(blocking=False):
@@ -97,14 +97,14 @@ class ChunkServer:
                 try:
                     threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
                 except RuntimeError:
-                    # The system starts no more threads.
+                    # The system starts no more threads, so refuse the connection.
                     self._slots.release()
                     connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         before_bytes = self.served_bytes
         try:
-            # An OSError means that the peer has gone, is silent, or does not use TLS.
+            # Ignore an OSError: the peer has closed the connection, is silent, or does not use TLS.
             with suppress(OSError), connection:
                 # This timeout is also the limit of the whole TLS handshake.
                 connection.settimeout(HEAD_TIMEOUT_S)
@@ -118,7 +118,7 @@ class ChunkServer:
 
     @contextmanager
     def _listed(self, connection: socket.socket) -> Iterator[None]:
-        """Let `close` end a connection while the block runs."""
+        """While the block runs, list a connection, so that `close` ends it."""
         with self._lock:
             self._open.add(connection)
         try:
@@ -137,7 +137,7 @@ class ChunkServer:
 
 
 class _Heads:
-    """Reads the lines of requests, and limits the size of a head. The standard library alone would read megabytes."""
+    """Reads the lines of requests, and limits the size of a head. Without this limit, the standard library would read megabytes."""
 
     def __init__(self, stream: BufferedIOBase) -> None:
         self._stream = stream
@@ -243,7 +243,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             with open(lent.descriptor, "rb", buffering=0, closefd=False) as stream:
                 sent_bytes = self.connection.sendfile(stream, lent.offset, lent.size_bytes)
-        # Close the connection after an incomplete chunk. Otherwise the peer would take the next answer for its rest.
+        # Close the connection after an incomplete chunk. Otherwise the peer would read the next answer as the rest of the
+        # chunk.
         self.close_connection = self.close_connection or sent_bytes < lent.size_bytes
 
     def _send_secured(self, lent: Lent) -> int:

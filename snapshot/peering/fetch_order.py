@@ -1,11 +1,11 @@
-"""Decides from which nodes a node takes the chunks of a snapshot: from the nodes that stand before it in line.
+"""Decides from which nodes a node takes the chunks of a snapshot: from the nodes that are before it in line.
 
-Nodes that fetch the same snapshot stand in a line, in the order in which they began. Only the first node fetches from
+Nodes that fetch the same snapshot form a line, in the order in which they began. Only the first node fetches from
 the bucket. To get its position, a node asks all other nodes for their positions and takes the next number, as in
-Lamport's bakery algorithm. A node that is choosing says so if another node asks. After the choice, the node asks the
-nodes without a position again: a node that is choosing answers when it has chosen, or after half a second. A node that
-has the whole snapshot stands before all others. A node never waits for a chunk from a node behind it, so there is no
-circle of nodes that wait for each other.
+Lamport's bakery algorithm. If another node asks while a node is choosing its position, the answer says so. After the
+choice, the node asks the nodes without a position again: a node that is choosing answers when it has chosen, or after
+half a second. A node that has the whole snapshot is before all others. A node never waits for a chunk from a node behind
+it, so nodes cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _TICKET = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """A unique position in line. If two numbers are equal, the position with the smaller ticket is first."""
+    """A unique position in line. If two positions have the same number, the position with the smaller ticket is first."""
 
     number: int
     ticket: str
 
     @property
     def valid(self) -> bool:
-        """True if a node can have this position. The answer of another node may contain anything."""
+        """True if a node can have this position. Check it, because the answer of another node may contain anything."""
         whole = self == WHOLE
         return whole or (0 < self.number < MAX_NUMBER and _TICKET.fullmatch(self.ticket) is not None)
 
@@ -61,12 +61,12 @@ def next_number(standings: Iterable[LineAnswer]) -> int:
 
 
 def to_ask_again(standings: Mapping[_Node, LineAnswer]) -> list[_Node]:
-    """Return the nodes that had no position when this node asked for them. They may stand before this node now."""
+    """Return the nodes that had no position when this node asked. They may be before this node now."""
     return [node for node, standing in standings.items() if standing.position is None]
 
 
 def ahead(own: Position, standings: Mapping[_Node, LineAnswer]) -> dict[_Node, Position]:
-    """Return the nodes that stand before `own`, and their positions."""
+    """Return the nodes that are before the position `own`, and their positions."""
     found = {node: standing.position for node, standing in standings.items()}
     return {node: position for node, position in found.items() if position is not None and position < own}
 
@@ -74,7 +74,7 @@ def ahead(own: Position, standings: Mapping[_Node, LineAnswer]) -> dict[_Node, P
 def ranked(nodes: Iterable[str], key: str, chunk: int) -> Sequence[str]:
     """Return the nodes in the order in which to ask them for a chunk of snapshot `key`.
 
-    Every node computes the same order (rendezvous hashing). Chunks are spread evenly over the nodes. If a node goes,
-    only the chunks for which it was the first choice move to other nodes.
+    Every node computes the same order (rendezvous hashing). Chunks are spread evenly over the nodes. If a node
+    leaves, only the chunks for which it was the first choice move to other nodes.
     """
     return sorted(nodes, key=lambda node: xxhash.xxh3_64_intdigest(f"{key}/{chunk}/{node}".encode()))

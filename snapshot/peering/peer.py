@@ -24,7 +24,7 @@ from .fetch_order import LineAnswer, Position
 LANDED_HEADER = "pilotflame-landed-bytes"
 CONNECT_TIMEOUT_S = 0.5
 SILENT_TIMEOUT_S = 3.0
-"""How long a peer may send nothing. A peer answers within a second, even if a chunk has not landed."""
+"""How long a peer may send nothing. It is longer than a second, after which a peer answers even if a chunk has not landed."""
 RESOLVE_TIMEOUT_S = 0.25
 ANSWER_TIMEOUT_S = 4.0
 """How long a node may take to send the head of an answer, or a small answer."""
@@ -35,7 +35,7 @@ _MAX_DIGITS = 20
 
 
 class Node(NamedTuple):
-    """Where another node listens. `server` is from the settings. `address` is one of the addresses of its host."""
+    """Where another node listens. `server` is from the settings. `address` is one of the addresses of the server's host."""
 
     server: ServerAddress
     address: Address
@@ -75,7 +75,7 @@ class PeerList:
 
     def _addresses(self, server: ServerAddress, deadline_s: float) -> list[Address]:
         """Return the addresses of a host. If resolving fails or takes too long, return the addresses found last."""
-        # OSError is raised also if no node has this name now, for example before the first node is ready.
+        # An OSError also means that the host has no address now, for example before the first node is ready.
         with suppress(OSError):
             self._last[server] = self._dialer.addresses(server.host, server.port, deadline_s)
         return self._last.get(server, [])
@@ -128,7 +128,7 @@ class Answer:
         return bytes(view[:done])
 
     def end(self) -> None:
-        """Keep the connection for the next request, or close it if the body was not read to its end."""
+        """Keep the connection for the next request. Close it instead if the body was not read to its end."""
         self._peer.idle.put(self._wire, self._exchange)
 
 
@@ -145,7 +145,7 @@ class Peer:
         ]
 
     def position_of(self, key: str, *, settled: bool) -> LineAnswer:
-        """Return the node's position for snapshot `key`. If `settled`, the node waits until it has chosen a position.
+        """Return the node's position for snapshot `key`. If `settled`, the node first waits up to half a second to choose one.
 
         Raises SourceUnavailable, or SourceDenied if the node refuses the token.
         """
@@ -166,7 +166,7 @@ class Peer:
         return LineAnswer(node, position, choosing=choosing)
 
     def ask(self, target: str) -> Answer:
-        """Return the response to a request, which has status 200, or 503 if a chunk has not landed.
+        """Send a request. Return the response, which has status 200, or 503 if a chunk has not landed.
 
         Raises SourceMissing for 404, SourceDenied for 401, and SourceUnavailable for other responses or none.
         """
@@ -191,7 +191,7 @@ class Peer:
         return SourceUnavailable(f"{self.node.server} at {self.node.address.name[0]}: {why}.")
 
     def close(self) -> None:
-        """Close the connections that are not in use, and keep no connections from now on."""
+        """Close the connections that are not in use. A connection in use is closed when its use ends."""
         self.idle.distrust()
 
     def _get(self, target: str) -> tuple[Wire, Exchange, Head]:
@@ -201,7 +201,7 @@ class Peer:
                 with _within(ANSWER_TIMEOUT_S, kept[0]):
                     return *kept, kept[1].request("GET", target, self._headers)
             except StaleError:
-                # The node has just closed the kept connection.
+                # The node has just closed the kept connection, so send the request over a new one.
                 kept[0].close()
             except (OSError, h11.ProtocolError) as error:
                 kept[0].close()
@@ -222,7 +222,7 @@ class Peer:
 
 @contextmanager
 def _within(limit_s: float, wire: Wire) -> Iterator[None]:
-    """Close `wire` if the block takes longer than `limit_s`. A peer that sends byte by byte causes no timeout."""
+    """Close `wire` if the block takes longer than `limit_s`. The socket's own timeout never ends if a peer sends byte by byte."""
     timer = threading.Timer(limit_s, wire.close)
     timer.daemon = True
     timer.start()

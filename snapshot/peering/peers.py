@@ -1,4 +1,4 @@
-"""Takes chunks of a snapshot from the nodes that stand before this node in line (see `fetch_order`).
+"""Takes chunks of a snapshot from the nodes that are before this node in line (see `fetch_order`).
 
     peers = Peers(ServedChunks(tiers), PeerList(["http://pilotflame-peers:8601"]), token)
     with peers.joined(manifest, arrival, files) as joined:
@@ -33,7 +33,8 @@ ASK_TIMEOUT_S = 0.6
 TAKERS = 8
 """The number of threads that take chunks. Each thread waits for one chunk."""
 PATIENCE_S = 10.0
-"""A peer is given up if fewer than SLOWEST_BYTES_S bytes per second land there in this time."""
+"""The period over which the rate at a peer is measured. If fewer than SLOWEST_BYTES_S bytes per second land there, this node
+asks the peer no more."""
 LEAST_WAIT_S = 0.5
 """Minimum time between two requests to a peer for the same chunk."""
 SLOW_S = 2.0
@@ -57,7 +58,7 @@ class Peers:
         self._on_refused = on_refused
         self._lock = threading.Lock()
         self.taken_bytes = 0
-        """The bytes of all chunks that other nodes have given."""
+        """The size of all chunks that this node has taken from other nodes."""
 
     def count(self, taken_bytes: int) -> None:
         with self._lock:
@@ -65,9 +66,9 @@ class Peers:
 
     @contextmanager
     def joined(self, manifest: Manifest, arrival: Arrival, files: Path) -> Iterator[Joined]:
-        """During the block, stand in line for a snapshot that is fetched to folder `files`. Serve its landed chunks."""
+        """Join the line for a snapshot that is fetched to folder `files`. During the block, serve the landed chunks."""
         ticket = FetchTicket(manifest, arrival, files)
-        # A digest that includes the realm is known only to functions that may read the weights.
+        # Exchange chunks only under a digest that includes the realm: only functions that may read the weights know it.
         known = bool(manifest.realm) and manifest.has_digests
         if not known or manifest.needed_bytes < LEAST_BYTES:
             yield Joined(self, ticket, {})
@@ -81,7 +82,7 @@ class Peers:
                 peer.close()
 
     def _choose(self, ticket: FetchTicket, peers: Mapping[Node, Peer]) -> dict[str, Ahead]:
-        """Choose a position in line. Return the nodes before it, by their names."""
+        """Choose a position in line. Return the nodes before this position, by their names."""
         key = ticket.key
         found = self._ask(key, peers, settled=False)
         own = ticket.choose(next_number(found.values()))
@@ -90,7 +91,7 @@ class Peers:
         return {found[node].node: Ahead(peers[node], at.ticket) for node, at in ahead(own, found).items()}
 
     def _ask(self, key: str, peers: Mapping[Node, Peer], *, settled: bool) -> dict[Node, LineAnswer]:
-        """Ask nodes for their positions in line. Nodes that do not answer soon are avoided for a while."""
+        """Ask nodes for their positions in line. Avoid nodes that do not answer within ASK_TIMEOUT_S for a while."""
         if not peers:
             return {}
         pool = ThreadPoolExecutor(min(_MOST_THREADS, len(peers)), "ask-peers")
@@ -107,7 +108,7 @@ class Peers:
         found = {}
         for node, answer in asked.items():
             if answer.cancel():
-                # The request was never sent, because there are more nodes than threads.
+                # Do not avoid this node: the request was never sent, because there are more nodes than threads.
                 continue
             try:
                 told = answer.result(0)
@@ -124,20 +125,20 @@ class Peers:
 
 
 class Ahead(NamedTuple):
-    """A node that stands before this node, and the ticket of its fetch."""
+    """A node that is before this node in line, and the ticket of its fetch."""
 
     peer: Peer
     ticket: str
 
 
 class Joined:
-    """A fetch that stands in line, behind the nodes `before`."""
+    """A fetch that is in line, behind the nodes `before`."""
 
     def __init__(self, peers: Peers, ticket: FetchTicket, before: Mapping[str, Ahead]) -> None:
         self._peers, self._ticket, self._ahead = peers, ticket, before
         self._lock = threading.Lock()
         self._left: set[str] = set()
-        """The nodes that are given up."""
+        """The nodes that this fetch asks no more."""
         self._taken_bytes = 0
 
     def take(
@@ -225,6 +226,6 @@ def _asked(peer: Peer, target: str, cancelled: threading.Event, receive: Callabl
             if answer.landed_bytes - landed_bytes < SLOWEST_BYTES_S * PATIENCE_S:
                 raise SourceUnavailable("Too little lands at the peer.")
             landed_bytes, since_s = answer.landed_bytes, now_s
-        # A peer should wait before it answers that a chunk has not landed. Wait here too, in case the peer does not.
+        # A peer should wait before it answers that a chunk has not landed. Wait here too, in case the peer answers at once.
         cancelled.wait(asked_s + LEAST_WAIT_S - now_s)
     return ""

@@ -25,7 +25,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest
 from .fetch_order import WHOLE, LineAnswer, Position
 
 WAIT_S = 1.0
-"""How long a request waits for its chunk to land. The node that sent it may ask again."""
+"""How long a request waits for its chunk to land. The node that sent the request may ask again."""
 SETTLE_S = 0.5
 LANDED = "landed_bytes"
 _KEY = re.compile("[0-9a-f]{64}")
@@ -42,13 +42,13 @@ class FetchTicket:
     position: Position | None = None
     chosen: threading.Event = field(default_factory=threading.Event)
     key: str = field(init=False)
-    """The digest of the manifest. Computing it takes a tenth of a second if there are many chunks."""
+    """The digest of the manifest. It is computed only once, because that takes a tenth of a second if there are many chunks."""
 
     def __post_init__(self) -> None:
         self.key = self.manifest.digest
 
     def choose(self, number: int) -> Position:
-        """Take the position with this number, for as long as the fetch runs."""
+        """Take the position with this number. It does not change while the fetch runs."""
         self.position = Position(number, self.name)
         self.chosen.set()
         return self.position
@@ -123,7 +123,7 @@ class ServedChunks:
                 return fetch.manifest, fetch.arrival, fetch.files, lock
         elif _KEY.fullmatch(key):
             for folder in (tier.folder(key) for tier in self._tiers):
-                # Lock the folder before looking, so that a published snapshot is not evicted.
+                # Lock the folder before checking it, so that a published snapshot is not evicted between the check and the read.
                 if (lock := lock_shared(folder)) is not None and is_published(folder):
                     return *_published(folder / "files", _version(folder)), lock
         raise _missing(key)

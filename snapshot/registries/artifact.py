@@ -1,4 +1,4 @@
-"""Reads the manifest of an artifact, and finds the files in its layers: each a file, or a tar archive of files.
+"""Reads the manifest of an artifact, and finds the files in its layers. A layer is a file or a tar archive of files.
 
 This follows the model specification of the CNCF (ModelPack), and also what ORAS and other clients push: layers whose
 annotations have the name of a file. Compressed layers cannot be read in ranges.
@@ -27,17 +27,17 @@ MANIFEST_TYPES = (
 )
 ACCEPTED = ", ".join((*MANIFEST_TYPES, *INDEX_TYPES))
 MAX_MANIFEST_BYTES = 4 << 20
-"""As large as registries take a manifest."""
+"""The size up to which registries accept a manifest."""
 MAX_LAYERS = 10_000
 MAX_ARCHIVED = 10_000
 """The most files in all archives of an artifact."""
 FILEPATH, TITLE = "org.cncf.model.filepath", "org.opencontainers.image.title"
 """The annotations with the name of the file in a layer: of the model specification, and of ORAS."""
 _COMPRESSED = ("+gzip", "+zstd", ".gzip", ".zstd", "+xz", ".gz")
-# Layers of these kinds hold nothing that a handler reads.
+# Leave out layers of these kinds, because no handler reads their files.
 _LEFT_OUT = (".dataset.", ".code.")
 _WINDOW_BYTES = 16 << 10
-# Long names and attributes come in such pieces.
+# Limit one read of `tarfile`, which reads a long name or extended attributes at once.
 _MOST_READ_BYTES = 1 << 20
 
 
@@ -120,14 +120,16 @@ class ArtifactFile:
 
     @property
     def info(self) -> ObjectInfo:
-        """The version is a hash of the bytes, so the same file in another artifact has the same version."""
+        """The size and the version. The version is the digest of the layer, with the offset of a file in an archive. So a file
+        has the same version in every artifact with this layer.
+        """
         digits = self.layer.digest.partition(":")[2]
         whole = self.size_bytes == self.layer.size_bytes
         return ObjectInfo(self.size_bytes, f'"{digits}"' if whole else f'"{digits}-{self.offset}"')
 
 
 def files_of(manifest: ImageManifest, blobs: Source, where: str) -> dict[str, ArtifactFile]:
-    """Return the files in the layers by their names. A file of a later layer replaces one of the same name.
+    """Return the files in the layers by their names. A file of a later layer replaces a file with the same name.
 
     Raises SourceError if a layer that may hold weights is compressed, or if an archive or a name is not valid.
     """
@@ -181,7 +183,7 @@ def _members(layer: Layer, blobs: Source, where: str, most: int) -> dict[str, Ar
 
 
 class _Window:
-    """A layer as a file that `tarfile` reads. It keeps the range that was read last."""
+    """Lets `tarfile` read a layer like a file. Keeps the range that was read last, so that small reads need few requests."""
 
     def __init__(self, layer: Layer, blobs: Source) -> None:
         self._layer, self._blobs = layer, blobs

@@ -1,4 +1,4 @@
-"""Defines the source of a repository's blobs, by digest, and the token flow of the distribution specification.
+"""Defines the source of a repository's blobs, and implements the token flow of the distribution specification.
 
 A registry answers a request without a token with 401 and the address of its token server (a challenge). The login is
 sent to that server, and the token to the registry. Neither is sent to the storage to which a registry redirects.
@@ -24,9 +24,9 @@ from .login import Login
 from .reference import Reference
 
 WRITE_S = 300.0
-"""How long a registry may be silent while it is written to. It computes the digest of a file before it answers."""
+"""How long a registry may be silent during an upload, because it computes the digest of a file before it answers."""
 MAX_TOKEN_BYTES = 64 << 10
-# If the registry refuses a token that is older, another one is requested.
+# If the registry refuses a token that is older than this, request a new token.
 RENEWED_AFTER_S = 5.0
 _LOG_IN = "Log in with `docker login` or `podman login`, or set the secret DOCKER_AUTH_CONFIG."
 _BEARER = re.compile(r'\bBearer\s+((?:[\w-]+="[^"]*"(?:\s*,\s*)?)+)', re.ASCII | re.IGNORECASE)
@@ -44,7 +44,7 @@ class _TokenServer(NamedTuple):
 class RegistryBlobs(WebSource):
     """The blobs of one repository. Their names are their digests."""
 
-    # Registries redirect to signed URLs, which expire. Request new ones earlier, and when one is refused.
+    # Registries redirect to signed URLs, which expire. Request a new URL before the old one expires, and after a refusal.
     kept_for_s = 900.0
 
     def __init__(self, reference: Reference, login: Login, access: Access, *, plain: bool) -> None:
@@ -66,7 +66,7 @@ class RegistryBlobs(WebSource):
         self._basic = False
 
     def begin_writing(self) -> None:
-        """Request tokens that also allow to write, from now on."""
+        """From now on, request tokens that also allow writing, and wait longer for answers."""
         with self._asking:
             self._writes, self.silent_s = True, WRITE_S
             self._scope = self._scope.removesuffix(",push") + ",push"
@@ -80,10 +80,10 @@ class RegistryBlobs(WebSource):
     def send(
         self, method: str, url: str, headers: Mapping[str, str], body: Iterable[bytes] = ()
     ) -> tuple[Head, bytes]:
-        """Send a request, and once more with a new token if the registry wants one. Return the response's head and body.
+        """Send a request. If the registry asks for credentials, send it once more with them. Return the response's head and body.
 
-        The login goes only to the registry itself. Raises SourceError, SourceDenied and SourceUnavailable, but not for the
-        status of the response.
+        If `url` is on another server, sends no credentials. May raise SourceError, SourceDenied or SourceUnavailable, but never
+        because of the response's status.
         """
         own = ServerAddress.of(url) == ServerAddress.of(self._base)
         for last in (False, True):
@@ -118,7 +118,7 @@ class RegistryBlobs(WebSource):
         return Location(f"{self._base}/blobs/{name}", self._authorization())
 
     def manifest(self, version: str, accepted: str) -> bytes:
-        """Return the manifest of a tag or digest. `accepted` are the media types that may come.
+        """Return the manifest of a tag or digest. `accepted` are the media types that the registry may send.
 
         Raises SourceMissing, SourceDenied, another SourceError, or SourceUnavailable.
         """
@@ -148,14 +148,14 @@ class RegistryBlobs(WebSource):
         return plain
 
     def _challenged(self, challenge: str) -> None:
-        """Remember how the registry wants requests to be authorized."""
+        """Remember from a challenge how the registry wants requests to be authorized."""
         found = _BEARER.search(challenge)
         with self._asking:
             if found is not None:
                 said = {name.lower(): value for name, value in _PARAMETER.findall(found[1])}
                 scope = self._scope if self._writes else said.get("scope") or self._scope
                 self._token_server = _TokenServer(said.get("realm", ""), said.get("service", ""), scope)
-                # Threads that were refused with an older token must not drop the token that another thread has got since.
+                # Keep a new token: another thread may have got it after this thread's request was refused with an older token.
                 if time.monotonic() - self._token_s > RENEWED_AFTER_S:
                     self._token = ""
             elif _BASIC.search(challenge):

@@ -19,14 +19,14 @@ from ..sources.variables import AUTH_VARIABLE, REGISTRY
 HELPER_TIMEOUT_S = 30.0
 MAX_FILE_BYTES = 1 << 20
 _HELPER = re.compile(r"[\w.-]{1,64}", re.ASCII)
-# A helper gives this user, and `identitytoken` is in the file, after a login with a token for OAuth 2.
+# After a login with an OAuth 2 token, a helper returns this user, and an auth file has `identitytoken`. Both are refused.
 _TOKEN_USER = "<token>"  # noqa: S105  no password
 _DOCKER_HUB_KEY = "https://index.docker.io/v1/"
 
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """The credentials for one registry. `origin` says in messages, without secrets, with which login a request was made."""
+    """The credentials for one registry. `origin` describes the login in messages, without secrets."""
 
     origin: str
     user: str = field(default="", repr=False)
@@ -35,7 +35,7 @@ class Login:
     """A bearer token for the registry itself. If it is set, no user and password are needed."""
 
     def basic(self) -> dict[str, str]:
-        """Return the header of Basic authentication; no header without a user."""
+        """Return the header for Basic authentication, or no header if there is no user."""
         if not self.user:
             return {}
         pair = base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
@@ -45,9 +45,9 @@ class Login:
 def find_login(registry: str, repository: str, secrets: Mapping[str, str], access: Access) -> Login:
     """Return the login for a repository.
 
-    If `secrets` have variables of registries, only these count, and no file is read. Otherwise, if `access` allows it,
-    DOCKER_AUTH_CONFIG of the environment counts, and without it the auth files of podman and docker, in this order.
-    Raises SourceError if what is found cannot be used.
+    If `secrets` have variables of registries, only these are used, and no file is read. Otherwise, if `access` allows it,
+    DOCKER_AUTH_CONFIG of the environment is used or, if it is not set, the auth files of podman and docker, in this order.
+    Raises SourceError if the login that is found cannot be used.
     """
     if own := REGISTRY.own(secrets):
         entries = _read(own.get(AUTH_VARIABLE, "{}"), f"the secret {AUTH_VARIABLE}")
@@ -67,7 +67,7 @@ def _anonymous(registry: str) -> Login:
 
 
 def _of_this_process() -> Iterator[tuple[str, str]]:
-    """Yield the text and the origin of each auth file. An earlier file counts before a later file."""
+    """Yield the text and the origin of each auth file. The first file with a login for the registry is used."""
     environ = os.environ
     if text := environ.get(AUTH_VARIABLE):
         yield text, AUTH_VARIABLE
@@ -103,7 +103,7 @@ def _table(entries: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _entry(entries: Mapping[str, Any], registry: str, repository: str, origin: str) -> Login | None:
-    """Return the login of the most specific entry: that of the repository, of a part of its path, or of the registry."""
+    """Return the login of the most specific entry: for the repository, for the beginning of its path, or for the registry."""
     auths = {_place(key): entry for key, entry in _table(entries, "auths").items()}
     place = f"{registry}/{repository}"
     while place not in auths and "/" in place:
@@ -123,19 +123,19 @@ def _entry(entries: Mapping[str, Any], registry: str, repository: str, origin: s
         fault = f"The entry for {place} in {origin} is not base64."
         raise SourceError(fault, remedy="Log in again.") from None
     user, password = user or str(entry.get("username", "")), password or str(entry.get("password", ""))
-    # docker fills old entries up with zero bytes.
+    # Remove the zero bytes with which docker fills up old entries.
     return Login(f"with the login in {origin}", user, password.rstrip("\0")) if user else None
 
 
 def _place(key: str) -> str:
-    """Return the registry, perhaps with a path, that a key of an auth file means: docker also writes URLs."""
+    """Return the registry, and the path if there is one, that a key of an auth file names. docker may write the key as a URL."""
     place = re.sub(r"^https?://", "", key).rstrip("/")
     place = re.sub(r"/v[12]$", "", place)
     return "docker.io" if place in {"index.docker.io", "registry-1.docker.io"} else place
 
 
 def _helped(entries: Mapping[str, Any], registry: str, origin: str) -> Login | None:
-    """Return the login from the credential helper that an auth file names. None if it names or has none."""
+    """Return the login from the credential helper that an auth file names. None without a helper, or if it has no login."""
     name = _table(entries, "credHelpers").get(registry) or entries.get("credsStore")
     if not isinstance(name, str) or not _HELPER.fullmatch(name):
         return None
@@ -148,7 +148,7 @@ def _helped(entries: Mapping[str, Any], registry: str, origin: str) -> Login | N
         answer = json.loads(done.stdout)
         user, password = answer["Username"], answer["Secret"]
     except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
-        # A helper also fails if it has no login for the registry. Then the file itself may have one.
+        # Ignore the failure: a helper also fails if it has no login for the registry, and the file itself may have one.
         return None
     if user == _TOKEN_USER:
         raise _refresh_token(registry, f"docker-credential-{name}")

@@ -1,6 +1,6 @@
 """Defines the source that reads versions of models in MLflow's model registry.
 
-The registry says where the files of a version are: in a store, which another source reads, or with the tracking server.
+The registry says where the files of a version are: in a store, which another source reads, or on the tracking server.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ModelVersion:
 
 
 class MlflowSource:
-    """The files of a version of a model, as far as they are below the URL's folder.
+    """The files of a version of a model that are below the URL's folder.
 
-    MLFLOW_TRACKING_URI is the URL of the server, and MLFLOW_REGISTRY_URI that of the registry, if it is another. An
+    MLFLOW_TRACKING_URI is the URL of the server. If the registry is on another server, MLFLOW_REGISTRY_URI is its URL. An
     alias is resolved to its version once.
     """
 
@@ -126,7 +126,7 @@ class MlflowSource:
 
 
 class TrackingServer(WebSource):
-    """An MLflow server: its registry, and the artifacts below one folder that it serves itself."""
+    """An MLflow server: its registry, and the artifacts below one folder, which the server serves itself."""
 
     def __init__(self, url: str, variables: Mapping[str, str], access: Access, folder: str = "") -> None:
         super().__init__(url, access=access)
@@ -205,7 +205,7 @@ class TrackingServer(WebSource):
             fault = f"{self.url}: the MLflow server refuses the request (HTTP {head.status})."
             remedy = "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN."
             return SourceDenied(fault, remedy=remedy, details=details)
-        # The server has no code of its own for an alias that does not exist.
+        # Take status 400 with a message for "missing" too, because the server has no code for an alias that does not exist.
         if head.status == 404 or (head.status == 400 and said[1]):
             fault = f"{self.url}: {said[1].rstrip('.') or f'{request.url} is not there'}."
             return SourceMissing(fault, remedy="Check the model, its versions and aliases.", details=details)

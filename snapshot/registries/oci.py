@@ -21,15 +21,15 @@ from .reference import Reference, digest_of
 from .upload import upload
 
 KEPT_BYTES = 96 << 20
-"""The most bytes of small layers that a source keeps. A larger layer is never kept. An asset has at most 64 MiB."""
+"""The most bytes of layers that a source keeps in memory. A layer that is larger is never kept. An asset has at most 64 MiB."""
 
 
 class OciSource:
-    """The files of the artifact `oci://registry/repository:tag@digest/folder`, as far as they are below `folder`.
+    """The files below `folder` of the artifact `oci://registry/repository:tag@digest/folder`.
 
-    A tag is resolved to its digest once, so that all files are of the same artifact. Layers without weights are read
-    as a whole and verified before any byte of them is given out. Layers with weights are read
-    in ranges, and the fetch verifies them (see Attested).
+    A tag is resolved to its digest once, so that all files are of the same artifact. Small layers without weights are read
+    as a whole, and verified before any reader gets their bytes. Other layers are read in ranges, and the fetch
+    verifies those with weights (see Attested).
     """
 
     versioned_by_content = True
@@ -132,7 +132,7 @@ class OciSource:
         return file
 
     def kept(self, file: ArtifactFile) -> memoryview | None:
-        """Return the bytes of a file in a small layer without weights, verified. None for a file in another layer."""
+        """Return the verified bytes of a file in a small layer without weights. None for a file in another layer."""
         layer = file.layer
         if layer.size_bytes > KEPT_BYTES or layer.digest in self._weights:
             return None
@@ -222,6 +222,6 @@ class OciConnection:
 
 
 def is_plain(registry: str, listed: str) -> bool:
-    """Return True if requests to the registry use http: it is on this machine, or `listed` has its name."""
+    """Return True if requests to the registry use http: the registry is on this machine, or `listed` has its name."""
     named = registry in {name.strip() for name in listed.split(",")}
     return named or is_loopback(urlsplit(f"//{registry}").hostname or "")

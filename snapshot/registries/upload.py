@@ -84,7 +84,7 @@ class BlobFile:
 
     @property
     def layer(self) -> dict[str, Any]:
-        """The descriptor of the layer. modctl finds the file's name in one annotation, ORAS in the other."""
+        """The descriptor of the layer. It has the file's name twice, because modctl and ORAS read different annotations."""
         kind = _WEIGHTS_TYPE if self.name.endswith(WEIGHTS_SUFFIX) else _OTHER_TYPE
         return {**self.descriptor(kind), "annotations": {FILEPATH: self.name, TITLE: self.name}}
 
@@ -92,9 +92,10 @@ class BlobFile:
 def upload(
     blobs: RegistryBlobs, tag: str, files: Mapping[str, Path | bytes], sent: ReportSent | None
 ) -> tuple[str, set[str]]:
-    """Send the files and, last, the manifest of `tag`. Return its digest, and the names of the files that were there.
+    """Send the files and, last, the manifest of `tag`. Return its digest, and the names of the files that the registry
+    already had.
 
-    The same files have the same manifest. Raises SourceError if there are more files than a reader takes.
+    The same files always give the same manifest. Raises SourceError if there are more files than a reader accepts.
     """
     if len(files) > MAX_LAYERS:
         fault = f"There are {len(files)} files, and an artifact at {blobs.url} may have at most {MAX_LAYERS}."
@@ -131,8 +132,8 @@ def _put_manifest(blobs: RegistryBlobs, tag: str, text: bytes) -> str:
 
 
 class BlobUpload:
-    """Sends one file in chunks. After a failure it continues with the bytes that the registry lacks, if the registry
-    says which, or else from the beginning.
+    """Sends one file in chunks. If the registry says which bytes it has after a failure, only the other bytes are sent again.
+    Otherwise, the whole file is sent again.
     """
 
     def __init__(self, blobs: RegistryBlobs, file: BlobFile, sent: ReportSent | None) -> None:
@@ -140,7 +141,7 @@ class BlobUpload:
         self._url = ""
         """The URL of the upload, which each response may change. "" before it has begun."""
         self._at = self._most = 0
-        """How many bytes the registry has, and the most that it has had."""
+        """How many bytes the registry has, and the largest number that it has had."""
 
     def run(self) -> bool:
         """Send the file, unless the registry has it. Return True if it was sent."""
@@ -183,19 +184,19 @@ class BlobUpload:
         if head.status // 100 == 2:
             self._follow(head)
         elif self._url and head.status in {404, 416}:
-            # The upload has expired, or the registry has another number of bytes.
+            # Let `_recovered` find out more: the upload has expired, or the registry has another number of bytes.
             raise SourceUnavailable(f"{self._blobs.url} has no such upload any more (HTTP {head.status}).")
         else:
             raise self._blobs.refused(head, text, self._file.name)
 
     def _recovered(self) -> bool:
-        """Find out how far the registry is, at first and after a failure. Return True if it has the whole file."""
+        """Ask which bytes the registry has, at the beginning and after a failure. Return True if it has the whole file."""
         if self._exists():
             return True
         if self._url:
             head, _ = self._blobs.send("GET", self._url, {})
             received = _RECEIVED.fullmatch(head.headers.get("range", ""))
-            # A registry says 0-0 if it has no byte, and also if it has one.
+            # Begin again after 0-0: a registry says so if it has no byte, and also if it has one byte.
             if head.status in {200, 202, 204, 416} and received is not None and int(received[1]):
                 self._follow(head)
                 self._at = min(int(received[1]) + 1, self._file.size_bytes)
@@ -212,7 +213,7 @@ class BlobUpload:
         raise self._blobs.refused(head, text, self._file.name)
 
     def _exists_elsewhere(self) -> bool:
-        """Read the first byte where the registry redirects to. Return True if the blob is there, with its size."""
+        """Ask the storage to which the registry redirects. Return True if the storage has the blob, with the right size."""
         try:
             return self._blobs.stat(self._file.digest).size_bytes == self._file.size_bytes
         except (SourceMissing, SourceDenied):

@@ -4,7 +4,7 @@ Before every operation of the thread that entered the gate, from Python or C++, 
 with the tensors that the operation will read. So modules need no hooks, and it does not matter which
 module uses a weight. Methods that give access to memory without an operation (`.numpy()`, `.tolist()`,
 `.data_ptr()`, printing, torch.save) wait when they are called. Starting a thread inside the gate waits until
-all bytes are there. The gate sees neither the operations of threads that were started before it was entered (each
+all bytes have arrived. The gate sees neither the operations of threads that were started before it was entered (each
 needs its own gate), nor reads through addresses that were taken before.
 """
 
@@ -90,15 +90,14 @@ Awaited = Unlanded | Uncopied
 class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context for operations on weights that still arrive: `with Gate(Unlanded(mapping, arrival)): model(x)`.
 
-    An operation in it raises the error of the fetch if the fetch failed, or SourceUnavailable if the operation's
-    tensors do not arrive until the deadline of the arrival. Once all bytes have arrived,
-    no gate is needed.
+    An operation in this context raises the error of the fetch if the fetch has failed, or SourceUnavailable if the tensors
+    of the operation do not arrive by the deadline of the arrival. Once all bytes have arrived, no gate is needed.
     """
 
     def __init__(self, *awaited: Awaited) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # The thread that entered the gate, or 0 while the gate waits: if the wait itself starts a thread, that start
-        # must not wait for the bytes (see `_start`).
+        # The thread that entered the gate, or 0 while the gate waits: if the waiting code starts a thread, this start must
+        # not wait for all bytes (see `_start`).
         self.thread = 0
         self._awaited = awaited
 
@@ -150,7 +149,7 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
                             one.wait(extent)
 
     def wait_for_all(self) -> None:
-        """Block until all bytes are there."""
+        """Block until all bytes have arrived."""
         for one in self._awaited:
             if not one.complete:
                 with self._waiting(), snapshot_errors_about(one.subject):
@@ -167,17 +166,18 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _keep_compiler_out() -> None:
-    """Keep torch.compile, which is loaded, from compiling frames of the gate.
+    """Prevent torch.compile, which is loaded, from compiling frames of the gate.
 
-    torch itself compiles no frames of a mode, unless the mode overrides `_should_skip_dynamo`. The gate overrides it.
+    By default, torch compiles no frames of a mode. But the gate overrides `_should_skip_dynamo`, so torch would compile its
+    frames.
     """
     disable = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     disabled = disable(Gate.__torch_dispatch__, recursive=True)
     Gate.__torch_dispatch__ = disabled  # type: ignore[method-assign]
 
 
-# While at least one gate is entered, the methods of Tensor that give access to memory and Thread.start are patched. A
-# TorchFunctionMode would see these methods too, but in such a mode torch does not use its fused kernels, and results
+# While at least one gate is entered, patch Thread.start and the methods of Tensor that give access to memory. A
+# TorchFunctionMode would see these methods too, but in such a mode torch does not use its fused kernels, and the results
 # differ in the last bits.
 _READS: dict[str, Any] = {
     name: vars(Tensor).get(name)

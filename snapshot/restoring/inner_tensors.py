@@ -1,7 +1,7 @@
 """Takes apart tensors that consist of inner tensors, such as torchao's quantised weights, and rebuilds them.
 
 Such a tensor belongs to a subclass with `__tensor_flatten__` and `__tensor_unflatten__`, torch's protocol for inner
-tensors. It has no bytes of its own. Its attributes hold inner tensors with the bytes: the packed integers, the scales.
+tensors. It has no bytes of its own. Its attributes are inner tensors with the bytes: the packed integers, the scales.
 In a file, each inner tensor has a name of its own.
 """
 
@@ -74,6 +74,6 @@ def tensors_with_bytes(tensor: Tensor) -> Iterator[Tensor]:
     if inner is not None:
         yield from inner.values()
         return
-    # Yield its attributes too: an older subclass without the protocol may keep its inner tensors there.
+    # Yield the attributes of `tensor` too, because an older subclass without the protocol may have inner tensors there.
     yield tensor
     yield from (value for value in vars(tensor).values() if type(value) in PLAIN)

@@ -48,8 +48,8 @@ class Mapping:
     ) -> None:
         """Map the shards in folder `root`.
 
-        With `compared`, raises SnapshotChanged if a shard does not have the bytes of the manifest. In any case, raises it
-        if a shard is missing or has another size. The mapping keeps a reference to `keep`, such as a lease, as long as
+        Raises SnapshotChanged if a shard is missing or has another size. With `compared`, also raises SnapshotChanged if a
+        shard does not have the bytes of the manifest. The mapping keeps a reference to `keep`, such as a lease, as long as
         any shard is mapped. With `arrival`, bytes may still be arriving: call `wait` before reading them. Until a chunk
         has landed, its bytes read as zeros.
         """
@@ -57,7 +57,7 @@ class Mapping:
         self.arrival = arrival
         self.root = root
         self._compared = compared
-        # The open files outside a cache. Another file with the same name does not change them.
+        # The open files of a snapshot outside a cache. `check` and `opened` use them, even if other files now have their names.
         self._descriptors: dict[int, int] = {}
         weakref.finalize(self, _close_all, self._descriptors).atexit = False
         memories = [self._map(number, keep) for number in range(len(manifest.shards))]
@@ -78,7 +78,7 @@ class Mapping:
                 self._compared.compare(self.manifest.shards[shard].name, descriptor)
 
     def opened(self, shard: int) -> int:
-        """Return a new descriptor of the file that is mapped for a shard outside a cache."""
+        """Return a new descriptor of the mapped file of a shard. Call this only for a snapshot outside a cache."""
         return os.dup(self._descriptors[shard])
 
     def _map(self, number: int, keep: object) -> _Memory | None:
@@ -112,7 +112,7 @@ class Mapping:
 
 
 class _Memory(mmap.mmap):
-    """A mapped shard. Its tensors hold a reference to this object, which holds `keep`, which protects the file."""
+    """A mapped shard. Its tensors refer to this object. So `keep`, which protects the file, lives as long as the tensors."""
 
     keep: object = None
 
@@ -130,7 +130,8 @@ class _Veil:
     ) -> None:
         """`memories` are the `shards`, mapped whole, with None for an empty shard. No thread may read them yet."""
         self._root, self._chunks, self._shards = root, arrival.chunks, shards
-        # Weak, because a memory refers to the lease, which refers to `arrival`, which refers to this object.
+        # Use weak references to avoid a cycle: a memory refers to the lease, which refers to `arrival`, which refers to this
+        # object.
         self._memories = [memory if memory is None else weakref.ref(memory) for memory in memories]
         self._descriptors: dict[int, int] = {}
         weakref.finalize(self, _close_all, self._descriptors).atexit = False
@@ -174,7 +175,7 @@ def _map_over(memory: _Memory, begin: int, end: int, descriptor: int) -> None:
 
 
 def _flat(memory: _Memory | None) -> torch.Tensor:
-    # Neither mmap nor frombuffer accepts a size of zero.
+    # An empty shard is not mapped, because neither mmap nor frombuffer accepts a size of zero.
     if memory is None:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(memory, dtype=torch.uint8)

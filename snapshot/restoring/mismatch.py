@@ -24,7 +24,7 @@ class Mismatches:
     shapes: list[Difference] = field(default_factory=list)
     dtypes: list[Difference] = field(default_factory=list)
     unfilled: list[str] = field(default_factory=list)
-    """Non-persistent buffers on the meta device that the snapshot does not hold."""
+    """Non-persistent buffers on the meta device that the snapshot does not have."""
     lazy: list[str] = field(default_factory=list)
     untyped: list[str] = field(default_factory=list)
     """Tensors of a type or shape that torch does not have, each with the reason."""
@@ -90,7 +90,7 @@ def describe(
 
 
 def _kinds(found: Mismatches, each: dict[str, Mismatches]) -> list[tuple[str, list[str], str]]:
-    """Return each kind of difference in words, its tensors and its remedy. `each` has the mismatches by snapshot."""
+    """Return the description, the tensors and the remedy of each kind of difference. `each` has the mismatches by snapshot."""
     dtypes = sorted({has for _, has, _ in found.dtypes})
     them = "it" if len(each) == 1 else "them"
     return [
@@ -116,13 +116,13 @@ def _kinds(found: Mismatches, each: dict[str, Mismatches]) -> list[tuple[str, li
 
 
 def _one_of_two(found: Mismatches) -> dict[str, list[str]]:
-    """Return the name of a snapshot that shares tensors with others, with the names of these tensors in it."""
+    """Return the name of a snapshot that shares tensors with others, with the names of these tensors in this snapshot."""
     chosen = min((name for _, those in found.twice for name in those), default="")
     return {chosen: [those[chosen] for _, those in found.twice if chosen in those]}
 
 
 def _ignore(unexpected: dict[str, list[str]]) -> str:
-    """Return the source text of the argument `ignore` for these tensors, which are given by snapshot."""
+    """Return the source text of the argument `ignore` for `unexpected`, which has the names of tensors by snapshot."""
     patterns = {name: f'[r"{_pattern(found)}"]' for name, found in unexpected.items() if found}
     if "" in patterns:
         return f"ignore={patterns['']}"

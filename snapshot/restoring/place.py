@@ -1,4 +1,4 @@
-"""Computes the place, shape and strides with which torch views a tensor, or a slice of it, in a mapped shard."""
+"""Computes the offset, shape and strides with which torch views a tensor, or a slice of it, in a mapped shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """The place of the elements of a tensor or a slice in a shard, and how torch views them (see `Strided`)."""
+    """Where in a shard the elements of a tensor or a slice are, and how torch views them (see `Strided`)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,5 +44,5 @@ def type_fault(entry: TensorEntry) -> str | None:
 
 
 def place(entry: TensorEntry, cut: Slice | None = None) -> Elements:
-    """Return the elements of a tensor, or of a slice of it. They must have no `type_fault` and no `slice_fault`."""
+    """Return the elements of a tensor, or of a slice of it. The caller has checked `type_fault` and `slice_fault`."""
     return Elements(TORCH_DTYPES[entry.dtype], *strided(entry, cut))

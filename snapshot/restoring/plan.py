@@ -1,7 +1,7 @@
 """Makes and applies plans. A plan assigns bytes of a snapshot to each parameter and buffer of a module.
 
-The zygote makes a plan once, before it forks, by comparing names, shapes and dtypes. It opens no file. A forked worker
-then only makes the views, in a loop (`restore`).
+The zygote makes a plan once, before it forks, by comparing names, shapes and dtypes. No file is opened for this. A forked
+worker then only makes the views, in a loop (`restore`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .views import copied
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in a module that holds a tensor: the attribute, and the dict in which the module stores it."""
+    """An attribute of a module whose value is a tensor, and the dict in which the module stores the attribute."""
 
     module: nn.Module
     attribute: str
@@ -45,20 +45,20 @@ class Slot:
     """The module's `_parameters` or `_buffers`. `restore` writes to this dict, because nn.Module.__setattr__ takes
     longer than making the view."""
     watched: bool
-    """True if the module's class has its own `__setattr__`, as nn.LSTM has. Then that method must be called."""
+    """True if the module's class has its own `__setattr__`, as nn.LSTM has. Then `restore` must call this method."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreStep:
-    """One tensor to restore: the place of its bytes in the snapshot, and all slots of the module that hold it."""
+    """One tensor to restore: where its bytes are in the snapshot, and all slots of the module for the tensor."""
 
     name: str
     shard: int
     place: Elements
     """The elements of the whole tensor, or of the slice that the module gets."""
     offset_elements: int
-    """The offset of `place`, or -1 if the tensor must be copied, because its dtype is converted or its bytes are not
-    aligned for its dtype."""
+    """The offset of `place` in elements, or -1 if the tensor must be copied: because its dtype is converted, or because its
+    bytes are not aligned for its dtype."""
     tensor: torch.Tensor
     """The parameter or buffer that the module gets. It is empty until `restore` makes it a view of its bytes."""
     slots: tuple[Slot, ...]
@@ -67,7 +67,7 @@ class RestoreStep:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor with inner tensors (see `inner_tensors`), and all slots that hold it. Each inner tensor has a step."""
+    """A tensor with inner tensors (see `inner_tensors`), and all slots for it. Each inner tensor has a step."""
 
     tensor: torch.Tensor
     """The tensor of the skeleton. Each worker makes a tensor like it from the inner tensors."""
@@ -85,16 +85,16 @@ class RestorePlan:
     steps: tuple[RestoreStep, ...]
     wholes: tuple[Whole, ...]
     replaced: tuple[torch.Tensor, ...]
-    """The tensors of the skeleton. They are kept only because freeing them in a forked child would copy their pages
-    (0.3 ms for MiniLM)."""
+    """The tensors of the skeleton. Do not free them, because freeing them in a forked child would copy their pages (0.3 ms for
+    MiniLM)."""
     device: str = CPU
     """The name of the device for the weights. See `find_device`."""
     layout: SlabLayout | None = None
-    """The places of the weights on the device. None for the host."""
+    """The offsets of the weights on the device. None for the host."""
     computed: tuple[tuple[torch.Tensor, tuple[Slot, ...]], ...] = ()
-    """Tensors that the module has computed and that no snapshot has. They are moved to the device too."""
+    """Tensors that the module has computed and that no snapshot has. `upload` moves them to the device too."""
     copies: SharedCopies | None = None
-    """The memory of the steps on the host whose offset is -1, in their order. None without such steps."""
+    """The memory on the host for the steps whose `offset_elements` is -1, in their order. None without such steps."""
 
 
 @dataclass(slots=True)
@@ -129,9 +129,9 @@ def make_plan(
 ) -> RestorePlan:
     """Return the plan that restores `module` from the snapshot of `manifest`. See `Snapshot.restore`.
 
-    Raises one SnapshotMismatch that names everything that does not fit. `cast` takes memory, which the processes that are forked
-    later share, and time at the first restore, while `pilotflame snapshot convert --dtype` converts the weights only once. If the module has a tensor
-    under several names, the snapshot needs the tensor only under one of them.
+    Raises one SnapshotMismatch that names everything that does not fit. `cast` costs time at the first restore, and memory,
+    which all processes that are forked later share. To convert the weights only once, use `pilotflame snapshot convert
+    --dtype`. If the module has a tensor under several names, the snapshot needs the tensor only under one of them.
     """
     return make_plans(module, {"": Supply(manifest, prefix, ignore, slices)}, cast=cast, device=device)[""]
 
@@ -188,7 +188,7 @@ def _for_device(plan: RestorePlan, device: str, computed: Iterable[_ModuleTensor
 
 
 def _owners(entry: _ModuleTensor, planners: dict[str, _Planner]) -> list[str]:
-    """Return the names of the snapshots that supply a tensor of the module. More than one is an error.
+    """Return the names of the snapshots that supply a tensor of the module. More than one name is an error.
 
     If the function has only one snapshot, return its name in any case, because it must have all tensors.
     """
@@ -218,10 +218,10 @@ class _Planner:
         self._steps: list[RestoreStep] = []
         self._wholes: list[Whole] = []
         self.computed: list[_ModuleTensor] = []
-        """Added tensors that the snapshot does not have. If the snapshot must have a tensor, it is in `_found` too."""
+        """Added tensors that the snapshot does not have. Needed tensors among them are also in `_found`, as missing."""
 
     def _add_names(self, rename: Callable[[str], str]) -> None:
-        """Add each tensor under its new name, which the module uses, too."""
+        """Add each tensor also under its new name, which the module uses."""
         for old, entry in list(self._stored.items()):
             if (new := rename(old)) not in self._stored:
                 self._stored[new] = entry
@@ -237,13 +237,13 @@ class _Planner:
         return bool(self._names_of(entry))
 
     def gives_way(self, entry: _ModuleTensor) -> bool:
-        """Return True if `ignore` fits all names of the tensor here, so that another snapshot supplies the tensor."""
+        """Return True if `ignore` fits all names of the tensor in this snapshot, so that another snapshot supplies the tensor."""
         names = self._names_of(entry)
         return all(any(pattern.search(name) for pattern in self._ignore) for name in names)
 
     def skip(self, entry: _ModuleTensor) -> str:
-        """Record that the module has the tensor, although this snapshot does not supply it. Return the tensor's name in
-        this snapshot.
+        """Record that the module has the tensor, so that it is not "unexpected", although this snapshot does not supply it. Return
+        the tensor's name in this snapshot.
         """
         names = [self._stored[name].name for name in self._names_of(entry)]
         self._used.update(names)
@@ -262,7 +262,7 @@ class _Planner:
         return RestorePlan(module, self._manifest, tuple(steps), tuple(self._wholes), replaced)
 
     def mismatches(self) -> Mismatches:
-        """Return what does not fit. Call it after all tensors of the module were added."""
+        """Return what does not fit. Call this only after all tensors of the module were added."""
         self._found.unexpected = [
             tensor.name
             for tensor in self._manifest.tensors
@@ -295,7 +295,7 @@ class _Planner:
             self._wholes.append(Whole(entry.tensor, made, tuple(entry.slots)))
 
     def _stored_name(self, names: Sequence[str]) -> str | None:
-        """Return the first of `names`, with the prefix, that is in the snapshot. Mark all that are in it as used."""
+        """Return the first of `names`, with the prefix, that the snapshot has. Mark all of `names` that it has as used."""
         found = [name for name in (self.prefix + name for name in names) if name in self._stored]
         self._used.update(self._stored[name].name for name in found)
         return found[0] if found else None
@@ -321,7 +321,7 @@ class _Planner:
         if shape != where.shape:
             self._found.shapes.append((entry.name, str(list(where.shape)), str(list(shape))))
             fits = False
-        # torch cannot convert elements that are smaller than a byte.
+        # Do not cast elements that are smaller than a byte, because torch cannot convert them.
         castable = self._cast and dtype.is_floating_point and DTYPES[entry.dtype].packed == 1
         if dtype != tensor.dtype and not (castable and tensor.is_floating_point()):
             self._found.dtypes.append((entry.name, str(dtype), str(tensor.dtype)))
@@ -340,10 +340,10 @@ def _lacks(found: Mismatches, entry: _ModuleTensor, name: str, prefix: str = "")
 def _module_tensors(module: nn.Module) -> list[_ModuleTensor]:
     entries: dict[int, _ModuleTensor] = {}
     seen: set[tuple[int, str]] = set()
-    # Keep duplicates, because a module or tensor with several names may be saved under any of them.
+    # Keep duplicates, because a module or a tensor with several names may be saved under any of its names.
     modules: Iterable[tuple[str, nn.Module]] = module.named_modules(remove_duplicate=False)
     for path, owner in modules:
-        # named_parameters and named_buffers would not return the owner of a tensor.
+        # Do not use named_parameters and named_buffers, which do not return the owner of a tensor.
         stores: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)  # noqa: SLF001
         places = [(store, attribute) for store in stores for attribute in store]
         for store, attribute in places:
@@ -371,8 +371,8 @@ def _empty(like: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor with the class, the dtype and the added attributes of `like`."""
     tensor = torch.empty(0, dtype=like.dtype)
     if type(like) is not torch.Tensor:
-        # nn.Parameter makes the same call after some checks. It also works for a subclass whose `__new__` has other
-        # arguments.
+        # nn.Parameter makes the same call after some checks. The direct call also works for a subclass whose `__new__` has
+        # other arguments.
         tensor = torch.Tensor._make_subclass(type(like), tensor, like.requires_grad)  # noqa: SLF001
     tensor.__dict__.update(like.__dict__)
     return tensor
@@ -394,7 +394,7 @@ def restore(plan: RestorePlan, mapping: Mapping) -> None:
             if step.shard != shard:
                 storage, shard = mapping.flats[step.shard].untyped_storage(), step.shard
             if step.offset_elements >= 0:
-                # This is one operation. Making a view and a parameter of it takes three.
+                # Use `set_`, which is one operation. Making a view, and a parameter of the view, takes three operations.
                 step.tensor.set_(storage, step.offset_elements, where.shape, where.stride)
             else:
                 offset = next(offsets) // step.tensor.itemsize
@@ -404,7 +404,7 @@ def restore(plan: RestorePlan, mapping: Mapping) -> None:
 
 
 def _copy(plan: RestorePlan, mapping: Mapping, memory: torch.Tensor) -> None:
-    """Fill the memory of `plan.copies`, converted to the types of the module."""
+    """Copy the weights of `plan.copies` to `memory`, converted to the dtypes of the module."""
     offsets = iter(plan.copies.offsets if plan.copies is not None else ())
     for step in plan.steps:
         if step.offset_elements < 0:
@@ -424,8 +424,8 @@ def upload(
     """Set the weights of `plan.module` to views of memory on `device`. Begin to copy the bytes of `mapping` there.
 
     Operations before the end of the copy need a `Gate`. For the options see `DeviceUpload`. Raises
-    SnapshotMismatch if the plan was made for another manifest or for the host, and SnapshotError if the device has no
-    room.
+    SnapshotMismatch if the plan was made for another manifest or for the host, and SnapshotError if the device has too
+    little free memory.
     """
     _check_manifest(plan, mapping)
     if plan.layout is None:
@@ -438,9 +438,9 @@ def upload(
 def blank(plan: RestorePlan, device: Device | None = None, *, parks: bool = True) -> None:
     """Set the weights of `plan.module` to zeros, for a rehearsal. On the host they take no memory.
 
-    All weights are views of one region that is never written. On the host, the kernel maps its one page of zeros to all
-    of that region. On a device, the region takes as much memory as the largest weight. For a device, the buffers for
-    copying the real weights are pinned too, and with `parks`, the operations of their checksums are loaded.
+    All weights are views of one region, to which nothing is written. On the host, the kernel maps the same page of zeros
+    for the whole region. On a device, the region takes as much memory as the largest weight. For a device, this also pins
+    the buffers for copying the real weights and, with `parks`, loads the operations for their checksums.
     """
     largest = max(map(_size_bytes, plan.steps), default=0)
     if not largest:
@@ -469,7 +469,7 @@ def _view_in(plan: RestorePlan, region: torch.Tensor, offsets: Sequence[int]) ->
         for step, offset in zip(plan.steps, offsets, strict=True):
             tensor, shape = step.tensor, step.place.shape
             if tensor.device != device:
-                # Assign `data`, which keeps the object, as nn.Module.to does: `set_` alone cannot change the device.
+                # Assign `data`, as nn.Module.to does, because `set_` cannot change the device. The tensor object stays the same.
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
             tensor.set_(storage, offset // tensor.itemsize, shape, contiguous_stride(shape))
             _set(step.slots, tensor)
@@ -487,7 +487,7 @@ def _check_manifest(plan: RestorePlan, mapping: Mapping) -> None:
 
 
 def _rebuild(plan: RestorePlan) -> None:
-    """Make the tensors that consist of inner tensors. The inner tensors must have their bytes."""
+    """Make the tensors that consist of inner tensors. Call this after the inner tensors were set."""
     for whole in plan.wholes:
         _set(whole.slots, rebuild(whole.tensor, whole.inner))
 

@@ -2,8 +2,8 @@
 
 Operations run meanwhile. An operation that touches a missing page waits for the page in a page fault, with or without
 this module. But page faults alone would read only while an operation waits, and in the order of its accesses, not in
-the order of the file. docs/decisions.md has the measurements. No weights are copied to the memory tier: the page cache has the same pages,
-and gives them back under pressure.
+the order of the file. docs/decisions.md has the measurements. No weights are copied to the memory tier, because the page
+cache has the same pages, and the kernel frees them when it needs memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAMPLES = 8
 """How many pages are checked to find out whether the weights are in memory. Every cold start waits for these checks."""
 THREADS = 2
 MEMORY_SHARE = 0.5
-"""The share of the memory that is filled. Reading ahead into more of it would evict pages that were not used yet."""
+"""The share of the machine's memory that is filled. Reading more ahead would evict pages that were not used yet."""
 
 # Without MAP_NORESERVE (0x4000), the kernel refuses a writable private mapping that is larger than the memory. The
 # mapping is only read.
@@ -53,7 +53,7 @@ def in_memory(manifest: Manifest, flats: Sequence[Tensor]) -> bool:
 
 
 def _samples(extents: Sequence[tuple[int, int]], step: int) -> Iterator[int]:
-    """Yield the first offset in these ranges of bytes, then one after every `step` bytes, not counting gaps."""
+    """Yield the first offset in these ranges of bytes, then an offset after every `step` bytes. Do not count gaps."""
     before = 0
     for begin, end in extents:
         yield from range(begin + before, end, step)
@@ -99,7 +99,7 @@ class ReadAhead:
 
 
 def pieces(manifest: Manifest, limit_bytes: int) -> Iterator[Range]:
-    """Yield chunks in the order of first touch, until they have `limit_bytes`."""
+    """Yield chunks in the order of first touch, as long as they have at most `limit_bytes` together."""
     chunks, left_bytes = Chunks(manifest), limit_bytes
     for extent in map(chunks.extent, wanted_order(manifest)):
         left_bytes -= extent.end - extent.begin
@@ -109,6 +109,6 @@ def pieces(manifest: Manifest, limit_bytes: int) -> Iterator[Range]:
 
 
 def _advise(memory: mmap.mmap, begin: int, end: int, advice: int) -> None:
-    # memory.madvise would block all threads of the interpreter while the disk is read.
+    # Call madvise of the C library: memory.madvise would block all threads of the interpreter while the disk is read.
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     _libc.madvise(address + begin, max(0, end - begin), advice)

@@ -1,4 +1,4 @@
-"""Maps names of tensors in checkpoints to names in modules, which release 5 of transformers has renamed."""
+"""Maps names of tensors in checkpoints to names in modules. Release 5 of transformers has renamed tensors of modules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 def renaming_of(module: object) -> Callable[[str], str] | None:
     """Return a function from names in a checkpoint to names in `module`. None if `module` is no model of transformers.
 
-    Some models of transformers also merge several stored tensors into one tensor. A view of a file cannot do that, so
-    such a tensor counts as missing.
+    Some models of transformers also merge several stored tensors into one tensor. A view of a file cannot merge tensors,
+    so such a tensor counts as missing.
     """
     mappings: Any = sys.modules.get("transformers.conversion_mapping")
     loading: Any = sys.modules.get("transformers.core_model_loading")

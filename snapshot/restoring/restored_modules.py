@@ -1,4 +1,4 @@
-"""The modules that get their weights from one snapshot: blank for a rehearsal, restored by plans, parked without device memory."""
+"""Restores modules from one snapshot by their plans. Sets zeros for a rehearsal, and frees device memory while parked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UPLOAD_TIMEOUT_S = 600.0
 
 
 class RestoredModules:
-    """The modules with weights of one snapshot. Without any, its methods do nothing."""
+    """The modules with weights of one snapshot. If there are no such modules, the methods do nothing."""
 
     def __init__(self, subject: str, *, parks: bool, gpus: int) -> None:
         """Errors begin with `subject`. For `parks` and `gpus` see `Snapshot`."""
@@ -48,7 +48,7 @@ class RestoredModules:
         if self._mapping is None:
             self._plans.append(plan)
         elif (upload := self._apply(plan, self._mapping)) is not None:
-            # `setup` runs without a gate, and may use the module as soon as this returns.
+            # Wait, because `setup` runs without a gate, and may use the module as soon as `apply` returns.
             upload.wait(UPLOAD_TIMEOUT_S)
 
     def open(self, mapping: Mapping) -> None:
@@ -79,7 +79,7 @@ class RestoredModules:
     def blank(self) -> None:
         """Set the weights of the modules that `build` restored to zeros, which take no memory on the host.
 
-        A standby worker calls it before `rehearse`, because the real weights are set only later, by `open`.
+        A standby worker calls this before `rehearse`, because only `open`, which runs later, sets the real weights.
         """
         from .plan import blank  # noqa: PLC0415  only restoring loads torch
 
@@ -87,7 +87,7 @@ class RestoredModules:
             blank(plan, self._device(plan), parks=self._parks)
 
     def pin(self, manifest: Manifest, opened: Callable[[str], int], stop: Callable[[], bool]) -> None:
-        """Pin the files of weights that go to a device, until `stop` returns True. `opened` opens a shard by its name."""
+        """Pin the files of weights that go to a device. End early once `stop` returns True. `opened` opens a shard by its name."""
         from .device.pinned_shards import shards_to_pin  # noqa: PLC0415  only restoring loads torch
 
         for plan in self._plans:
@@ -105,12 +105,12 @@ class RestoredModules:
 
     @property
     def read_files(self) -> bool:
-        """True if weights are views of the mapped files, or copies that were not compared after their end."""
+        """True if weights are views of the mapped files, or copies whose files were not compared after the copy."""
         return self._viewed or not all(one.compared for _, one in self._uploads)
 
     @property
     def complete(self) -> bool:
-        """True if all weights that go to devices are there."""
+        """True if all weights that go to devices are on their devices."""
         return all(one.complete for _, one in self._uploads)
 
     def wait(self, timeout_s: float) -> None:
@@ -122,8 +122,8 @@ class RestoredModules:
     def copied(self) -> tuple[float, float, tuple[float, float]] | None:
         """When the first copy to a device began and the last one ended, by the monotonic clock. None without copies.
 
-        The end is 0 while a copy runs. The third element is when the creation of the device and of the process's context
-        on it began and ended.
+        The end is 0 while a copy runs. The third element has the times at which the creation of the device, with the
+        process's context on it, began and ended.
         """
         if not (found := self.uploads):
             return None
@@ -147,7 +147,7 @@ class RestoredModules:
         return freed_bytes
 
     def unpark(self) -> None:
-        """Copy the weights to their devices again. After an error, call it again for weights that are still parked."""
+        """Copy the weights to their devices again. After an error, call this again for the weights that are still parked."""
         if not self._parked:
             return
         from .device.parking import unpark  # noqa: PLC0415  only restoring loads torch

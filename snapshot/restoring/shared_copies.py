@@ -1,8 +1,9 @@
-"""Memory for the tensors that cannot be views of mapped files. The first worker fills the memory, and all workers of its zygote map it.
+"""Memory for tensors that cannot be views of mapped files. The first worker fills it, and all workers of a zygote map it.
 
-A tensor is copied if the module has another type, or if its bytes are not aligned for their type. The zygote makes a plan, and with it
-the memory, without a page. The first worker that restores fills it and seals it: nothing can write to it from then on. The
-mapping of each worker is private and copy-on-write, as that of a file. The memory is free when the zygote and its workers have ended.
+A tensor is copied if the module has another type, or if its bytes are not aligned for their type. The zygote creates the memory
+together with the plan. The memory then has no pages. The first worker that restores fills the memory and seals it, so that nothing
+can write to it any more. Each worker has a private copy-on-write mapping, like the mapping of a file. The memory is freed when the
+zygote and its workers have ended.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# `descriptors.STATELESS` has the beginning of this name: forks may share the memory.
+# `descriptors.STATELESS` lists this name, because forks may share the memory.
 NAME = "pilotflame-weights"
 _ALIGN_BYTES = 64
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class SharedCopies:
-    """Tensors in memory that is filled once. Processes that are forked after it was made share it."""
+    """Memory for tensors that is filled once. Processes that are forked after this object was made share the memory."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """`sizes` are the sizes of the tensors in bytes."""
@@ -35,18 +36,18 @@ class SharedCopies:
         os.ftruncate(self._file, max(1, self.size_bytes))
 
     def mapped(self, fill: Callable[[torch.Tensor], None]) -> torch.UntypedStorage:
-        """Return the memory, whose changes stay in this process. `fill` gets its bytes, unless a process has filled it.
+        """Return a private mapping of the memory. If no process has filled the memory yet, first call `fill` with its bytes.
 
-        Blocks while another process fills it. If that process dies, this one fills it.
+        Blocks while another process fills the memory. If that process dies, this process fills the memory.
         """
-        # A lock belongs to an open file. Forks share `_file`, so open it again.
+        # Open the file again: a lock belongs to an open file, and forks share the open file `_file`.
         lock = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not fcntl.fcntl(self._file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
                 memory = mmap.mmap(self._file, 0)
                 fill(torch.frombuffer(memory, dtype=torch.uint8))
-                # Memory with a mapping that can be written to cannot be sealed.
+                # Unmap the memory, because memory with a writable mapping cannot be sealed.
                 memory.close()
                 fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
         finally:

@@ -1,8 +1,8 @@
 """Builds modules without their weights: parameters are on the meta device, computed tensors are real.
 
 `torch.device("meta")` would also put buffers that a module computes and never saves (a rotary embedding's
-frequencies, position ids) on the meta device, and no snapshot could restore them. Here only uninitialised and random
-tensors, with which layers allocate their parameters, are on the meta device.
+frequencies, position ids) on the meta device, and no snapshot could restore them. `skeleton` puts only uninitialised and
+random tensors, with which layers allocate their parameters, on the meta device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 _VALUELESS: frozenset[Callable[..., Any]] = frozenset(
     {
-        # empty_like, rand_like and Tensor.new_empty are not here. For a real tensor their result must be real:
+        # Do not add empty_like, rand_like and Tensor.new_empty, whose result for a real tensor must be real:
         # nn.init.trunc_normal_ of torch.zeros draws values into such a result.
         torch.empty,
         torch.empty_strided,
@@ -41,14 +41,14 @@ _FILLING: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
-# Pipelines of transformers move their model to a device. For meta tensors the move is skipped: they have no bytes.
+# Skip moves of meta tensors, which have no bytes. Pipelines of transformers move their model to a device.
 _MOVING: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda})
 
 
 def _converted(
     func: Callable[..., Any], tensor: torch.Tensor, args: Sequence[Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Apply only the dtype of a call of `to` to a meta tensor, and not the device."""
+    """Return a meta tensor with the dtype from a call of `to`. Ignore the device from the call."""
     if func is not torch.Tensor.to:
         return tensor
     dtype = next((one for one in (*args, *options.values()) if isinstance(one, torch.dtype)), None)
@@ -77,7 +77,7 @@ class _SkeletonMode(TorchFunctionMode):
 def skeleton() -> AbstractContextManager[Any]:
     """Return a context in which modules are built with parameters on the meta device.
 
-    In it, `torch.empty`, `rand` and `randn` make meta tensors, unless called with a generator or `out`. A
+    In this context, `torch.empty`, `rand` and `randn` make meta tensors, unless called with a generator or `out`. A
     parameter made from real values (`nn.Parameter(torch.zeros(n))`) is real until it is restored.
     """
     return _SkeletonMode()

@@ -26,7 +26,7 @@ Placed = tuple[int, int, int, str]
 
 
 class Touched:
-    """Finds the bytes of some regions that a tensor is a view of, whatever code made the view.
+    """Finds the bytes of some regions that an operation uses through its tensors, whatever code made these views.
 
     A region is a tensor of bytes, such as a mapped shard, or the slab on a device.
     """
@@ -42,7 +42,7 @@ class Touched:
         """Yield the bytes of the regions that operation `func` reads or writes."""
         makes_view = _makes_view(func)
         if func is torch.ops.aten.embedding.default and type(args[0]) in PLAIN:
-            # The indices may be in a region too. Yield them first, because they must land before `_rows` reads them.
+            # The indices may be in a region too. Yield their bytes first, because they must land before `_rows` reads them.
             yield from self._extent(args[1])
             if (rows := self._rows(args)) is not None:
                 yield from rows
@@ -57,8 +57,8 @@ class Touched:
             if not makes_view:
                 yield from self._extent(tensor)
             return
-        # A subclass may read its inner tensors even to make a view, in ways that no dispatch mode sees. So yield all
-        # inner tensors.
+        # Yield all inner tensors, because a subclass may read them even to make a view, in ways that no dispatch mode
+        # sees.
         for one in tensors_with_bytes(tensor):
             if not (makes_view and one is tensor):
                 yield from self._extent(one)
@@ -69,7 +69,7 @@ class Touched:
         try:
             region = self._regions.get(tensor.untyped_storage().data_ptr())
         except RuntimeError:
-            # The tensor belongs to a subclass without bytes of its own.
+            # The tensor belongs to a subclass without bytes of its own, so it is in no region.
             return
         if region is None or tensor.numel() == 0:
             return
@@ -81,8 +81,8 @@ class Touched:
     def _rows(self, args: tuple[Any, ...]) -> list[Extent] | None:
         """Return the rows of the table that an embedding looks up. None if the rows cannot be found.
 
-        The whole table is often the largest tensor of the snapshot, so waiting for all of it would take long. Indices
-        on a device are not read, because the read would wait for everything that runs on the device.
+        The table is often the largest tensor of the snapshot, so waiting for the whole table would take long. Do not read
+        indices on a device, because the read would wait for everything that runs on the device.
         """
         table, indices = args[:2]
         if indices.device.type != "cpu" or table.dim() != 2 or not table.is_contiguous():
@@ -136,8 +136,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-# The operations that always return a view. Their schemas do not say so: `to`, `contiguous` and `reshape` may return a
-# view or a copy.
+# The operations that always return a view. They are listed by name, because their schemas look like the schemas of `to`,
+# `contiguous` and `reshape`, which may return a copy.
 _NEVER_COPIES = frozenset(
     getattr(torch.ops.aten, name)
     for name in (

@@ -1,4 +1,4 @@
-"""Returns tensors of a mapped snapshot by name, whole or cut into slices, for weights that no module holds."""
+"""Returns tensors of a mapped snapshot by name, whole or cut into slices, for weights that belong to no module."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def views(mapping: Mapping, names: Sequence[str], slices: Slices | None = None) 
 
 
 def arrived(mapping: Mapping, found: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor and each alias in `found` with its name, once its bytes have arrived, in the order of the manifest."""
+    """Yield the tensors and aliases in `found`, in the order of the manifest. Wait for the bytes of each before yielding it."""
     aliases = dict[str, list[str]]()
     for alias, target in mapping.manifest.aliases.items():
         aliases.setdefault(target, []).append(alias)
@@ -50,8 +50,8 @@ def arrived(mapping: Mapping, found: dict[str, torch.Tensor]) -> Iterator[tuple[
 def copied(where: Elements, mapping: Mapping, shard: int) -> torch.Tensor:
     """Return a contiguous copy of the elements at `where`. Blocks until their bytes have landed.
 
-    The bytes in a file may be unaligned for their type, since its header need not have padding. torch's kernels read
-    unaligned tensors on some processors only. If the file is saved again, its tensors are aligned.
+    The bytes in a file may be unaligned for their type, since the header of a file need not have padding. torch's kernels
+    read unaligned tensors on some processors only. If the file is saved again, its tensors are aligned.
     """
     mapping.wait(shard, where.begin_bytes, where.end_bytes)
     raw = mapping.flats[shard][where.begin_bytes : where.end_bytes].clone()
@@ -63,5 +63,5 @@ def _view(where: Elements, mapping: Mapping, shard: int) -> torch.Tensor:
     if (offset := where.offset_elements) is None:
         return copied(where, mapping, shard)
     tensor = torch.empty(0, dtype=where.dtype)
-    # Do not make it a view of `flats`, because views of one base share a version counter.
+    # Do not make the tensor a view of `flats`, because all views of one tensor share a version counter.
     return tensor.set_(mapping.flats[shard].untyped_storage(), offset, where.shape, where.stride)

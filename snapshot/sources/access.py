@@ -17,17 +17,17 @@ IDENTITY_VARIABLE = "PILOTFLAME_SNAPSHOT_IDENTITY"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The rule for one source."""
+    """The credentials that one source may use, and the addresses to which it may connect."""
 
     own_only: bool = False
     """True if the source uses only the function's own secrets, and no credentials and settings of this process."""
     addresses: Addresses | None = None
     """The addresses to which the source may connect; None if it may connect to all, also through a proxy."""
     until_s: float = math.inf
-    """The monotonic time at which all reading ends, also of a server that sends byte by byte. It stays in this process."""
+    """The monotonic time at which all reading ends, also from a server that sends byte by byte. `to_wire` leaves it out."""
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the rule as JSON has it, for `from_wire`."""
+        """Return the rule for `from_wire`, as an object for JSON, without `until_s`."""
         networks = None if self.addresses is None else [str(network) for network in self.addresses.allowed]
         return {"own_only": self.own_only, "networks": networks}
 
@@ -51,7 +51,7 @@ def refused(where: str, reason: str) -> SourceDenied:
 
 
 def unchecked(scheme: str) -> SourceDenied:
-    """Return the error for a source that cannot keep to the rule."""
+    """Return the error for a source whose addresses cannot be limited."""
     return SourceDenied(
         f"{scheme}:// may not be used by this function: connections of this cloud's client cannot be checked.",
         remedy=f"Use another source, or ask the gateway's owner to list the URL in {IDENTITY_VARIABLE}, and set no secrets"

@@ -55,7 +55,7 @@ class AzureSource(CloudSource):
             return Location(self.address(name), _VERSION)
         if self._kind == "access_key":
             return Location(f"{self.address(name)}?{self._signature()}")
-        # obstore signs the percent-encoded name. Azure accepts such a signature only if the name has plain characters.
+        # obstore signs the percent-encoded name. So Azure refuses the signature if the name has characters to encode.
         with self.calling(name) as (obstore, store):
             return Location(obstore.sign(store, "GET", self.key(name), SIGNED_FOR))
 
@@ -65,7 +65,7 @@ class AzureSource(CloudSource):
         See "Create a service SAS" in Microsoft's documentation.
         """
         now = datetime.now(UTC)
-        # The clocks may differ by some minutes.
+        # Let the signature be valid a few minutes earlier, because the clocks of this machine and of the server may differ.
         start, end = (f"{when:%Y-%m-%dT%H:%M:%SZ}" for when in (now - CLOCKS_DIFFER, now + SIGNED_FOR))
         resource = f"/blob/{self._account}/{self.bucket}"
         text = "\n".join(("r", start, end, resource, "", "", "", _SIGNED_VERSION, "c", *[""] * 7))
@@ -85,7 +85,7 @@ class AzureSource(CloudSource):
         if self._kind == "anonymous":
             config["skip_signature"] = True
         elif self._kind != "auto":
-            # obstore also reads the environment. The type keeps it from using other credentials than these.
+            # obstore also reads the environment. With a type, it uses no other credentials than these.
             config |= {"credential_type": self._kind, _FIELDS[self._kind]: self._secret}
         return AzureStore(self.bucket, config=config, client_options=options, retry_config=RETRIES)  # type: ignore[arg-type]
 
@@ -101,7 +101,7 @@ _CREDENTIALS = {
 
 
 def _credential(variables: Mapping[str, str], *, own: bool) -> tuple[str, str]:
-    """Return the type of the credential and its secret. The type is in obstore's words, or "anonymous" or "auto"."""
+    """Return the type of the credential and its secret. The type is a value of obstore, "anonymous" or "auto"."""
     if is_set(variables, "AZURE_SKIP_SIGNATURE"):
         return "anonymous", ""
     for kind, names in (

@@ -33,7 +33,8 @@ def check_addresses(client: Any, addresses: Addresses, ca_bundle: str | None = N
         verify=ca_bundle or True, timeout=(config.connect_timeout, config.read_timeout),
         max_pool_connections=config.max_pool_connections,
     )  # fmt: skip
-    # botocore has no setting for the class of its connections. If this attribute is renamed, this line raises.
+    # Set a private attribute, because botocore has no setting for the class of its connections. If botocore renames the
+    # manager, this line raises.
     session._manager.pool_classes_by_scheme = _pools(Dialer(addresses))  # noqa: SLF001
 
     def send(request: Any, **_: Any) -> Any:

@@ -1,8 +1,9 @@
 """Connects sockets to hosts that may have several addresses, some of which do not answer.
 
-The addresses of a host are raced as in RFC 8305 ("happy eyeballs"): if an address has not answered for a quarter of a
-second, the next address is tried at the same time. Each connection to a host begins with another address, so that the
-connections are spread over all addresses: each address of a bucket is a server with a limit of its own.
+The addresses of a host are tried as in RFC 8305 ("happy eyeballs"): if an address does not answer within a quarter of a
+second, the next address is tried too. The first address that answers is used. Each connection to a host begins with
+another address, so that the connections are spread over all addresses: each address of a bucket is a server with its own
+limit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MAX_REMEMBERED = 256
 
 
 class Address(NamedTuple):
-    """A family of addresses such as AF_INET6, and an address as `socket` has it."""
+    """The family of an address, such as AF_INET6, and the address in the form that `socket` uses."""
 
     family: int
     name: tuple[Any, ...]
@@ -60,10 +61,10 @@ class _Unshared:
 
 
 class Dialer:
-    """Remembers the addresses of hosts, and which of them did not answer. Thread-safe."""
+    """Remembers the addresses of hosts, and the addresses that did not answer. Thread-safe."""
 
     def __init__(self, allowed: Addresses | None = None) -> None:
-        """Only `allowed` addresses are connected to; with None, all addresses are."""
+        """Connect only to `allowed` addresses, or to all addresses if `allowed` is None."""
         self._allowed = allowed
         self._lock = threading.Lock()
         # The look-ups by host and port. All threads that need the addresses of a host wait for the same look-up.
@@ -81,7 +82,7 @@ class Dialer:
                 self.avoid(address)
 
     def dial(self, host: str, port: int, connect_s: float, timeout_s: float | None) -> socket.socket:
-        """Return a blocking socket with the time limit `timeout_s`, for clients of others. Raises OSError, AddressRefused."""
+        """Return a blocking socket with the time limit `timeout_s`, for a client library. Raises OSError or AddressRefused."""
         found = self.connect(host, port, time.monotonic() + connect_s, _Unshared())
         found.settimeout(timeout_s)
         return found
@@ -127,7 +128,7 @@ class Dialer:
 
 
 class _Lookup(threading.Thread):
-    """Asks the system for the addresses of a host. It is a thread, because the system may take a minute or hang."""
+    """Asks the system for the addresses of a host, in a thread, because the system may take a minute or hang."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(name=f"look-up {host}", daemon=True)
@@ -162,7 +163,7 @@ class _Lookup(threading.Thread):
 
 
 def interleaved(addresses: Iterable[Address], turn: int) -> list[Address]:
-    """Rotate the addresses of each family by `turn`. Alternate the families, with that of the first address first."""
+    """Rotate the addresses of each family by `turn`. Alternate the families, beginning with the family of the first address."""
     families: dict[int, list[Address]] = {}
     for address in addresses:
         families.setdefault(address.family, []).append(address)
@@ -203,7 +204,7 @@ class _Race:
         try:
             one = socket.socket(address.family, socket.SOCK_STREAM)
         except OSError as error:
-            # A kernel without IPv6 has no sockets of that family, but the host may have IPv6 addresses.
+            # Try the next address. A kernel without IPv6 has no sockets for the IPv6 addresses of a host.
             self._lost(address, error)
             return
         self._sockets.opened(one)
@@ -231,7 +232,7 @@ class _Race:
         return None
 
     def _win(self, winner: int) -> None:
-        """Give up the other attempts. Only attempts that began before the winner count as lost."""
+        """End the attempts that began after the winner, without counting them as lost. The earlier attempts are lost."""
         began = list(self._trying)
         del self._trying[winner]
         for descriptor in began[began.index(winner) + 1 :]:

@@ -57,14 +57,14 @@ class Exchange:
         """Send a request for `target` (path and query), wait for the head of the response, and return it.
 
         If there is a `body`, `headers` have its Content-Length. Raises StaleError if the server closed the connection before
-        any response. Then a new connection may help.
+        any response. The caller may try again on a new connection.
         """
         self._kept, self._held, self._left, self._parser = False, self._buffer[:0], 0, None
         parser = h11.Connection(h11.CLIENT)
         request = parser.send(h11.Request(method=method, target=target, headers=list(headers))) or b""
         try:
             self._wire.send(request)
-            # A server that refuses a request closes the connection before it has received the body.
+            # Ignore a closed connection and read the response: a server may refuse a request before it has received the body.
             with suppress(ConnectionResetError, BrokenPipeError):
                 for block in body:
                     self._wire.send(parser.send(h11.Data(data=block)) or b"")
@@ -133,5 +133,5 @@ class Exchange:
 
     def _receive(self, parser: h11.Connection) -> None:
         self._received = self._wire.receive(self._buffer)
-        # If the server has closed the connection inside a head or a chunked body, h11 raises.
+        # If the server has closed the connection inside a head or a chunked body, h11 raises RemoteProtocolError.
         parser.receive_data(bytes(self._buffer[: self._received]))

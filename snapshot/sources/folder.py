@@ -20,8 +20,8 @@ class FolderSource:
 
     The last component of a name may be a symlink to anywhere, because the Hugging Face cache stores its blobs outside
     the snapshot folder. Such links are safe: a user who can create a link in this folder can also create weights in it.
-    But names may come from a hostile manifest, so a name must not lead out of the folder by itself: it must not be
-    absolute or contain `..`, and its directories must not be links that lead out.
+    But names may come from a hostile manifest, so a name itself must not lead out of the folder: it must not be absolute
+    or contain `..`, and its directories must not be links that lead out of the folder.
     """
 
     def __init__(self, root: Path) -> None:
@@ -104,7 +104,7 @@ class FolderSource:
 
 
 class FolderConnection:
-    """See Connection. Has at most one open file, and reads on from that file even if another file replaces it."""
+    """See Connection. Keeps one file open between ranges, and still reads from this file if another file replaces it."""
 
     used = False
 
@@ -158,7 +158,7 @@ class FolderConnection:
 
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill `view` with the bytes of an open file from `offset` on. Return their number: fewer only if the file ends before."""
+    """Fill `view` with the bytes of an open file from `offset` on. Return their number, which is smaller only at the file's end."""
     done = 0
     while done < len(view) and (count := os.preadv(descriptor, [view[done:]], offset + done)):
         done += count

@@ -62,7 +62,7 @@ class GoogleSource(CloudSource):
         config: dict[str, Any] = {"base_url": self._endpoint, "skip_signature": not token.current()}
 
         def provide() -> dict[str, Any]:
-            # Without a token, obstore would ask the machine for one before it writes.
+            # Return a placeholder if there is no token. Otherwise obstore would ask the machine for a token before it writes.
             return {"token": token.current() or "anonymous", "expires_at": token.expires_at()}
 
         return GCSStore(
@@ -78,7 +78,7 @@ class GoogleToken:
     """The bearer token of one source, which is renewed before it expires. Thread-safe."""
 
     def __init__(self, variables: Mapping[str, str], *, own: bool) -> None:
-        """With `own`, only credentials in `variables` are used, none of this machine."""
+        """With `own`, use only the credentials in `variables`, and no credentials of this machine."""
         self._variables, self._own = variables, own
         self._lock = threading.Lock()
         self._found: Any = None
@@ -125,7 +125,7 @@ class GoogleToken:
             try:
                 return known.from_service_account_info(json.loads(text), scopes=[SCOPE])  # type: ignore[no-untyped-call]
             except (ValueError, TypeError, AttributeError, exceptions.GoogleAuthError) as error:
-                # The error's text may quote the key.
+                # Do not show the error's text, which may quote the key.
                 fault = f"gs://: the credentials cannot be read: {type(error).__name__}."
                 remedy = "GOOGLE_SERVICE_ACCOUNT_KEY is the text of a service account's JSON file."
                 raise SourceDenied(fault, remedy=remedy) from None

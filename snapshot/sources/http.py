@@ -57,7 +57,8 @@ _OUR_HEADERS = frozenset({"host", "range", "if-match", "accept-encoding", "conne
 MAX_ERROR_BYTES = 64 << 10
 MAX_DOCUMENT_BYTES = 32 << 20
 MAX_COUNTED_BYTES = 128 << 20
-"""An object of unknown size is read to its end for its size, if it has no more bytes than this. A manifest has no more."""
+"""If a server does not tell the size of an object, the object is read to count its bytes, up to this number. A manifest may
+have this size."""
 # Any valid name. `prepare` makes a location of it, but requests nothing.
 _ANY_NAME = "model.safetensors"
 
@@ -77,7 +78,7 @@ class WebSource(ABC):
         self._own_trust = ssl_context
         # The threads of all connections use these dicts without a lock, because single operations are atomic.
         self.infos: dict[str, ObjectInfo] = {}
-        """The first info seen of each object. It is removed when a read finds that the object has changed."""
+        """The first info seen of each object. The info is removed when a read finds that the object has changed."""
         self._locations: dict[str, tuple[Location, float]] = {}
         self.idle = IdleConnections()
 
@@ -112,7 +113,7 @@ class WebSource(ABC):
         self._locations[name] = location, time.monotonic() + self.kept_for_s
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
-        """Return the error for a response that refuses `request`. `body` has at most 64 KiB of its body."""
+        """Return the error for a response that refuses `request`. `body` has the first 64 KiB of the response's body."""
         del body
         return refusal(head, request)
 
@@ -127,7 +128,7 @@ class WebSource(ABC):
         """See Source. Retries temporary failures. Raises after ATTEMPTS failures in a row."""
         info = self.infos.get(name)
         end = min(info.size_bytes, offset + len(view)) if info is not None else offset + len(view)
-        # A whole object needs no version that was seen before, because replicas may have different ones.
+        # Do not require the version that was seen before if the whole object is read: replicas may have different versions.
         whole = info is None or (offset == 0 and end == info.size_bytes)
         wanted = "" if whole or info is None else info.version
         at, retries = offset, Retries()
@@ -141,7 +142,7 @@ class WebSource(ABC):
                         retries = Retries()
                 except (SourceUnavailable, SnapshotChanged) as error:
                     if info is None:
-                        # The object may be shorter than the requested range.
+                        # Ask for the size, because the object may be shorter than the requested range.
                         info = self.stat(name)
                         end = min(info.size_bytes, end)
                     elif isinstance(error, SnapshotChanged):
@@ -153,7 +154,7 @@ class WebSource(ABC):
     def json_document(self, location: Location, most: int = MAX_DOCUMENT_BYTES) -> Any:
         """Return the JSON value of a small document, as `document` reads it.
 
-        Return None if it is no JSON, or has more values than `foreign_json` allows.
+        Return None if the document is not JSON, or has more values than `foreign_json` allows.
         """
         text = self.document(location, most)[1]
         try:
@@ -189,7 +190,7 @@ class WebSource(ABC):
             connection.close()
 
     def _wire(self) -> Wire:
-        # The addresses to which a proxy connects cannot be checked.
+        # If addresses are limited, use no proxy, because the addresses to which a proxy connects cannot be checked.
         return Wire(
             self._trust, self._dialer, timeout_s=self.silent_s, direct=self.access.addresses is not None,
             until_s=self.access.until_s,
@@ -205,8 +206,8 @@ class WebSource(ABC):
 class HttpSource(WebSource):
     """The objects below `http(s)://host/prefix` on a web server. The query of `url` is appended to their URLs.
 
-    Every request has the headers of `secrets`, and the user and password of `url`. If a redirect leads to another server, that server
-    does not get them. Raises SourceError if `url` is not an http(s) URL.
+    Every request has the headers of `secrets`, and the user and password of `url`. If a redirect leads to another server,
+    that server does not get these headers and credentials. Raises SourceError if `url` is not an http(s) URL.
     """
 
     def __init__(
@@ -279,13 +280,14 @@ class HttpConnection:
                 size = self._source.stat(name).size_bytes
         except (SnapshotChanged, SourceUnavailable) as error:
             if not self._fresh and (isinstance(error, SnapshotChanged) or MISPLACED in error.details):
-                # It may be a second answer to an earlier request. Other kept connections may deliver such answers too.
+                # This may be a second answer to an earlier request. Stop reusing connections, because they all may deliver such
+                # answers.
                 self._source.idle.distrust()
             if isinstance(error, SnapshotChanged):
                 self._source.infos.pop(name, None)
             raise
         info = ObjectInfo(size, version_of(head))
-        # A second answer to an earlier request may look like the answer to this request, but only on a used connection.
+        # Store no info from a used connection: the response may be a second answer to an earlier request.
         if self._fresh:
             self._source.infos.setdefault(name, info)
         self._request, self._left = request, end - begin
@@ -294,7 +296,7 @@ class HttpConnection:
     def stat(self, name: str) -> ObjectInfo:
         """Return the size and version of `name`. Uses GET, because servers refuse HEAD for URLs signed for GET.
 
-        If the answer does not have the size, requests the whole object, and counts its bytes if need be.
+        If the response does not have the size, requests the whole object. If the size is still unknown, counts the bytes.
         """
         head, request = self._get(name, 0, 1, empty=True)
         if head.status == PARTIAL:
@@ -311,14 +313,17 @@ class HttpConnection:
         return info
 
     def document(self, location: Location, most: int = MAX_DOCUMENT_BYTES) -> tuple[Head, bytes]:
-        """Return the head and the whole body of a small document, without asking for a range."""
+        """Return the head and the whole body of a small document. The request has no range."""
         head, request = self._follow(location, RangeRequest("", shown(location.url), 0, 0))
         if head.status != OK:
             raise self._source.explain(request, head, self._rest())
         return head, b"".join(map(bytes, self._pieces(request, most, f"{request.url} has")))
 
     def _pieces(self, request: RangeRequest, most: int, fault: str) -> Iterator[memoryview]:
-        """Yield the body in pieces, each valid until the next. Raises SourceError, which begins with `fault`, after `most` bytes."""
+        """Yield the body in pieces. Each piece is valid until the next one is requested.
+
+        Raises SourceError, whose message begins with `fault`, if the body has more than `most` bytes.
+        """
         buffer, left = memoryview(bytearray(MAX_ERROR_BYTES)), most
         try:
             while count := self._exchange.read_into(buffer, len(buffer)):
@@ -454,7 +459,7 @@ class HttpConnection:
 
     def _rest(self) -> bytes:
         rest, done = memoryview(bytearray(MAX_ERROR_BYTES)), 0
-        # If the body breaks off, its beginning is enough for the text of an error.
+        # Ignore errors: if the body breaks off, its beginning is enough for the text of an error.
         with suppress(OSError, h11.RemoteProtocolError):
             while done < len(rest) and (count := self._exchange.read_into(rest[done:], len(rest) - done)):
                 done += count

@@ -42,7 +42,7 @@ class HubPlace:
     def of(url: str) -> HubPlace:
         """Return the parts of a URL. Raises SourceError if it is not valid."""
         owner, _, rest = url.removeprefix("hf://").strip("/").partition("/")
-        # The revision follows the repository, whose name has no slash.
+        # An @ after a slash belongs to the folder, because the name of a repository has no slash.
         name, mark, after = rest.partition("@")
         revision, folder = "main", ""
         if "/" in name or not mark:
@@ -70,7 +70,7 @@ class HubSource(WebSource):
     variables of the hub, both are read from the environment, and the token also from the file of `hf auth login`.
     """
 
-    # The signed URLs are valid for an hour. Request new ones earlier, and when a signed URL is refused.
+    # The signed URLs are valid for an hour. Request new URLs earlier, and after a refusal.
     kept_for_s = 900.0
     versioned_by_content = True
 

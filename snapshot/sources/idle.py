@@ -17,11 +17,11 @@ MOST_IDLE = 8
 IDLE_S = 20.0
 """How long an idle connection is kept. Amazon's servers would close it a little later."""
 DISTRUSTED_FOR_S = 600.0
-"""How long no connections are kept after a server has answered a request twice. By then the server may be repaired."""
+"""How long no connections are kept after a server has answered a request twice. After this time, the server may be repaired."""
 
 
 class IdleConnections:
-    """Connections between two uses. Thread-safe."""
+    """The idle connections of one source. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,7 +30,7 @@ class IdleConnections:
         self._trusted_from_s = 0.0
 
     def put(self, wire: Wire, exchange: Exchange) -> None:
-        """Keep a connection. Close it instead if it cannot be used again, or if enough connections are kept."""
+        """Keep a connection. Close it instead if it cannot be used again, if enough connections are kept, or after `distrust`."""
         with self._lock:
             now_s = time.monotonic()
             room = now_s >= self._trusted_from_s and len(self._kept) < MOST_IDLE

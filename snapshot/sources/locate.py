@@ -50,8 +50,8 @@ def open_source(url: str, secrets: Mapping[str, str] | None = None, access: Acce
     """Return the source for `url`, which is a URL of a cloud (s3, gs, az), the hub (hf) or a web server, or a path.
 
     If the URL names a file of weights or a manifest, the source is the folder of that file. `secrets` are the secrets
-    of a function. They take precedence over the environment of this process (see `variables`). `access` limits what else
-    the source uses and where it connects to.
+    of a function. They take precedence over the environment of this process (see `variables`). `access` limits
+    what else the source uses, and to which addresses it connects.
     """
     folder, _ = split_file(url)
     scheme = scheme_of(folder)
@@ -59,9 +59,10 @@ def open_source(url: str, secrets: Mapping[str, str] | None = None, access: Acce
 
 
 def follow(url: str, location: str, secrets: Mapping[str, str] | None, access: Access) -> Source:
-    """Return the source at `location`, a URL or path that the server of `url` has named. A source opens no other source in another way.
+    """Return the source at `location`, a URL or path that the server of `url` has named. Only with this function may a source
+    open another source.
 
-    The scheme of `url` says where its servers may lead. If the function has named the server, only the function's own
+    The scheme of `url` decides where its servers may lead. If the function has named the server, only the function's own
     credentials are used at the location. Raises SourceError if the scheme leads to no such location, and SourceDenied for
     a folder of this machine that the function may not read.
     """
@@ -108,6 +109,6 @@ class KeptSources:
         return source
 
     def drop(self, source: Source) -> None:
-        """Stop keeping a source. Call it after the server refused a source: a new one may find other credentials."""
+        """Stop keeping a source. Call this after the server refused the source, because a new source may find other credentials."""
         with self._lock:
             self._kept = {key: kept for key, kept in self._kept.items() if kept is not source}

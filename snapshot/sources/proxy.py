@@ -60,7 +60,7 @@ class Proxy:
         if not isinstance(event, h11.Response) or not 200 <= event.status_code < 300:
             raise ProxyError(self, event.status_code if isinstance(event, h11.Response) else 0)
         if parser.trailing_data[0]:
-            # In TLS, the server sends nothing before it has received bytes, so these bytes are not from the server.
+            # Refuse the connection: in TLS, the server sends nothing before it has received bytes, so the proxy sent these bytes.
             raise ConnectionError(f"the proxy {self.address} has sent bytes of its own")
 
 

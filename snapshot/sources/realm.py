@@ -22,9 +22,9 @@ def realm_of(url: str, secrets: Mapping[str, str] | None = None, access: Access 
     A realm is a place and credentials. The place is the bucket, the owner of the repository on the hub or, on a web
     server, the parent of the folder in `url`. Each folder at the root of a web server is a place of its own: such
     folders may belong to different people, as the buckets of a store do. A function's secrets, which are its
-    credentials and endpoints, are part of its realm. The credentials and endpoints of this process are not, so that its
-    operator may change them and keep the cache. But functions that may not use them have a realm of their own. The realm is
-    a hash, which shows no credentials.
+    credentials and endpoints, are part of its realm. The credentials and endpoints of this process are not, so that the
+    operator may change them and keep the cache. But a function that may not use the credentials of this process has a different
+    realm. The realm is a hash, which shows no credentials.
     """
     folder, _ = split_file(url)
     if (scheme := scheme_of(folder)) is None:

@@ -47,10 +47,10 @@ def version_of(head: Head) -> str:
 def check(head: Head, request: RangeRequest, size_bytes: int | None, *, fresh: bool) -> None:
     """Raise a SourceError or SnapshotChanged unless the response has exactly the requested bytes.
 
-    It must have the requested range of the requested version, without a content encoding such as gzip. `aws-chunked` is
-    the form of an upload. Some stores repeat it with the plain bytes. Some mirrors leave out Content-Range. This is
-    accepted if the connection is `fresh`: otherwise it may be a second answer to an earlier request.
-    `size_bytes` is the size of the object, or None if it is unknown.
+    The response must have the requested range of the requested version, without a content encoding such as gzip. The
+    encoding `aws-chunked` is accepted, because some stores repeat it from the upload, but send plain bytes. A response
+    without Content-Range, as some mirrors send, is accepted only if the connection is `fresh`: on another connection, the
+    response may be a second answer to an earlier request. `size_bytes` is the size of the object, or None if it is unknown.
     """
     encoding = head.headers.get("content-encoding", "").lower()
     if not _PLAIN.issuperset(part.strip() for part in encoding.split(",")):
@@ -107,7 +107,7 @@ def _content_length(head: Head) -> int | None:
 
 
 def _content_range(head: Head) -> tuple[int, int, int | None]:
-    """Parse Content-Range. Return begin, exclusive end (0 without a range) and total size (None if unknown)."""
+    """Parse Content-Range. Return the begin, the end (exclusive; 0 without a range) and the total size (None if unknown)."""
     found = _CONTENT_RANGE.fullmatch(head.headers.get("content-range", ""))
     if found is None:
         return 0, 0, None
@@ -128,7 +128,7 @@ def _retry_after_s(text: str) -> float | None:
 def _check_whole(head: Head, request: RangeRequest, size_bytes: int | None) -> int | None:
     length = _content_length(head)
     total = length if length is not None else size_bytes
-    # Without any size, the range must begin where the object does.
+    # Accept the whole object only if all of it was requested. If its size is unknown, the range must begin at 0.
     if request.begin != 0 or total not in {None, request.end}:
         fault = f"{request.url} is not served in ranges: the response is the whole object."
         remedy = "Serve it from a server that supports Range requests (nginx, any object storage)."

@@ -1,8 +1,7 @@
 """Defines the source that reads and writes S3. boto3 lists and writes. For reading, it only signs the URLs.
 
-To read, HttpConnection sends GET requests to presigned URLs. The signature covers no header but Host, so
-a request may have the header Range. Reading through boto3 would have only a third of the speed,
-because boto3 copies bodies several times.
+To read, HttpConnection sends GET requests to presigned URLs. The signature does not cover the header Range, so a request
+may have this header. Reading through boto3 would have only a third of the speed, because boto3 copies bodies several times.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from .s3_client import S3Client
 
 SIGNED_FOR_S = 3600
-# If the store refuses credentials that were read at least this long ago, they are read again.
+# If the store refuses credentials that were read longer ago than this, read them again.
 RENEWED_AFTER_S = 10.0
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
 # The name of a bucket, or the ARN of an access point, which has a slash (or a colon) before its name.
@@ -44,7 +43,7 @@ class S3Source(WebSource):
     Requests are not signed if PILOTFLAME_S3_ANONYMOUS is 1 or boto3 finds no credentials.
     """
 
-    # URLs are signed again long before they expire (SIGNED_FOR_S), because signing takes only 0.2 ms.
+    # Sign URLs again long before they expire (SIGNED_FOR_S). Signing takes only 0.2 ms.
     kept_for_s = 900.0
     versioned_by_content = True
 
@@ -69,7 +68,7 @@ class S3Source(WebSource):
         target = {"Bucket": self._bucket, "Key": self._key(name), **self._payment}
         with self._boto(name) as boto:
             url = boto.generate_presigned_url("get_object", Params=target, ExpiresIn=SIGNED_FOR_S)
-        # If this header is used, the signature covers it.
+        # Send this header with the request, because with `RequestPayer` the signature covers it.
         return Location(url, {"x-amz-request-payer": "requester"} if self._payment else {})
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
@@ -78,7 +77,7 @@ class S3Source(WebSource):
         if region:
             self._move(region)
         plain, client, key = refusal(head, request), self._client(), self._key(request.name)
-        # These details include Retry-After, which `refusal` reads only for some statuses.
+        # Get Retry-After for every status: `refusal` reads it only for some.
         details = unavailable(request, "", head).details
         known = client.error(code or str(head.status), key, details, region)
         # Do not decide by the status alone, because an expired token is refused with 400.

@@ -64,7 +64,7 @@ _ERRORS: tuple[tuple[str, type[PilotflameError], str, str], ...] = (
     ("RequestTimeout", SourceUnavailable, "the store waited too long for the request", _LATER),
 )  # fmt: skip
 
-# The errors of boto3 that mean: credentials are missing, incomplete, or expired and cannot be renewed.
+# The errors with which boto3 reports that credentials are missing, incomplete, or expired and cannot be renewed.
 _CREDENTIAL_ERRORS = (
     exceptions.NoCredentialsError, exceptions.PartialCredentialsError, exceptions.CredentialRetrievalError,
     exceptions.ProfileNotFound, exceptions.SSOError, exceptions.TokenRetrievalError,
@@ -96,11 +96,11 @@ class S3Client:
         bucket: str, region: str | None = None, own: Mapping[str, str] | None = None,
         addresses: Addresses | None = None, attempts: int = ATTEMPTS,
     ) -> S3Client:  # fmt: skip
-        """Create a client with the settings of environment and profile. `region` overrides their region.
+        """Create a client with the settings of the environment and the profile. `region` overrides the region in them.
 
-        `own` are the secrets of a function. With them, also if they are empty, environment and profile are not read.
-        If `addresses` are given, the client connects only to them. It makes a request at most `attempts` times. Raises SourceDenied if the credentials cannot be
-        loaded, SourceError if the settings are not valid.
+        `own` are the secrets of a function. If `own` is given, even empty, the environment and the profile are not read. If
+        `addresses` are given, the client connects only to these addresses. The client makes a request at most `attempts`
+        times. Raises SourceDenied if the credentials cannot be loaded, and SourceError if the settings are not valid.
         """
         try:
             core = botocore.session.Session() if own is None else own_session(own)
@@ -150,7 +150,7 @@ class S3Client:
         except _CREDENTIAL_ERRORS as error:
             raise _no_credentials(self.bucket, key, error) from error
         except RecursionError:
-            # botocore follows a store that redirects each request for the bucket's region without a limit.
+            # If a store redirects every request to another region, botocore follows without a limit.
             raise SourceError(f"{where}: the store redirects without end.", remedy=_REGION) from None
         except exceptions.BotoCoreError as error:
             fault = f"{where}: {type(error).__name__}: {self.boto.meta.endpoint_url} does not respond."

@@ -1,4 +1,7 @@
-"""Lists the schemes of URLs that weights are read from. For a new scheme, add a row here and a module, for which `snapshot/registries/` has room."""
+"""Lists the schemes of URLs that weights are read from.
+
+For a new scheme, add a row to SCHEMES, and a module, for example to `snapshot/registries/`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def bucket(url: str) -> str:
-    """Return the beginning of a URL, through its first name: a bucket, or the owner of repositories."""
+    """Return the beginning of a URL up to its first name, which is a bucket or the owner of repositories."""
     name, _, rest = url.partition("://")
     # The ARN of an access point has a slash before its name.
     names = rest.split("/")[: 2 if rest.startswith("arn:") else 1]
@@ -46,16 +49,18 @@ def model(url: str) -> str:
 
 
 class Connections(enum.Enum):
-    """The part that connects, and so whether the addresses can be limited (access.py)."""
+    """Which code opens the connections of a source. This decides whether the addresses can be limited (access.py)."""
 
     CHECKED = "checked"
-    """The source connects through `Dialer` alone, also after redirects."""
+    """The source opens all connections through `Dialer`, also after redirects."""
     OF_A_CLIENT = "of a client"
     """A cloud's client makes some connections without a check. Functions with limits may not use such a source."""
 
 
 class Leads(enum.Enum):
-    """Where else an answer of a server may lead. A redirect may lead to another server, which gets no credentials."""
+    """To which other sources the answer of a server may lead. Apart from this, a redirect may lead to any server, which gets no
+    credentials.
+    """
 
     NOWHERE = "nowhere"
     STORES = "stores"
@@ -65,12 +70,12 @@ class Leads(enum.Enum):
 
 
 class Scheme(NamedTuple):
-    """The source of the URLs of one scheme, the identity that it uses, and the places that it reaches."""
+    """The source for the URLs of one scheme, the identity that the source uses, and where it connects to."""
 
     opener: str
-    """The class of the source, as "room.module:Class" of the package `snapshot`. `open` calls Class(url, secrets=..., access=...)."""
+    """The class of the source, as "package.module:Class" below `snapshot`. `open` calls Class(url, secrets=..., access=...)."""
     identity: SourceIdentity
-    """The owner of the variables and credentials that the source uses (variables.py)."""
+    """Decides whose variables and credentials the source uses (variables.py)."""
     place: Callable[[str], str]
     """Returns the part of a folder's URL to which the same credentials give access (realm.py)."""
     connections: Connections
@@ -80,15 +85,15 @@ class Scheme(NamedTuple):
     """The extra of pilotflame that installs the packages that the source needs. "" if it needs none."""
 
     def own(self, secrets: Mapping[str, str] | None) -> dict[str, str]:
-        """Return a function's own variables that configure the source, and the stores to which it leads."""
+        """Return a function's own variables that configure the source, or the stores to which the source leads."""
         stores = () if self.leads is Leads.NOWHERE else STORES
         return SourceIdentity((*self.identity.families, *stores)).own(secrets)
 
     def open(self, url: str, secrets: Mapping[str, str] | None, access: Access) -> Source:
-        """Return the source of a folder's URL. Imports its module only here, since ssl and HTTP take time to import.
+        """Return the source of a folder's URL. Imports the module of the source only here, since ssl and HTTP take time to import.
 
-        Raises SourceDenied if connections must be checked and cannot be. That does not concern clients with the settings of
-        this process, because the function cannot choose where such a client connects to.
+        Raises SourceDenied if connections must be checked, but cannot be checked. A client with the settings of this process
+        needs no check, because the function cannot choose where such a client connects to.
         """
         unchecks = self.connections is Connections.OF_A_CLIENT
         if access.addresses is not None and unchecks and self.identity.alone(secrets, access):

@@ -38,8 +38,8 @@ class SocketStream:
     ) -> int:
         """Wait for bytes, and receive at most `limit` into `view`. Return their number: 0 at the end of the stream.
 
-        With `gather`, once there are bytes, the kernel waits up to GATHER_S for `limit` bytes. Otherwise bytes come in
-        pieces of about 100 KB, and a small piece takes as much time in the interpreter as a large piece.
+        With `gather`, once there are bytes, the kernel waits up to GATHER_S for `limit` bytes. Without `gather`, bytes come
+        in pieces of about 100 KB, and a small piece takes as much time in the interpreter as a large piece.
         """
         if not self._readable.poll((self._timeout_s if timeout_s is None else timeout_s) * 1e3):
             raise TimeoutError("timed out")

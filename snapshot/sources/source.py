@@ -128,7 +128,7 @@ class VersionedByContent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A byte string of `size_bytes` that holds objects of a source, such as a layer in a registry.
+    """A byte string of `size_bytes` that contains objects of a source, such as a layer in a registry.
 
     `digest` is its digest with the name of the algorithm, as in "sha256:…". `objects` has the name and the offset of
     each object in it.
@@ -141,10 +141,10 @@ class Blob:
 
 @runtime_checkable
 class Attested(Protocol):
-    """A source that knows cryptographic digests of what it holds. A fetch compares them (see `fetching.blob_digests`)."""
+    """A source that knows cryptographic digests of its blobs. A fetch compares them (see `fetching.blob_digests`)."""
 
     def blob_of(self, name: str) -> Blob:
-        """Return the byte string that holds object `name`."""
+        """Return the byte string that contains object `name`."""
 
     def read_blob(self, blob: Blob, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes of `blob` that start at `offset`. Raises what Source.read_into raises."""
@@ -169,15 +169,15 @@ class WrittenWhole(Source, Listing, Protocol):
     """A source whose objects are all written together: an artifact in a registry."""
 
     def begin_writing(self) -> None:
-        """Request the right to write, too, from now on. Raises SourceError if the URL cannot be written to."""
+        """From now on, also request the right to write. Raises SourceError if the URL cannot be written to."""
 
     def put_all(
         self, files: Mapping[str, Path | bytes], sent: Callable[[int], None] | None = None
     ) -> set[str]:
-        """Replace all objects by `files` at once. Return the names of the files that were not sent, because the server has them.
+        """Replace all objects by `files` at once. Return the names of the files that the server already had.
 
-        Calls `sent` with the number of bytes of each part that was there or was sent. Raises SnapshotChanged if a file changes
-        meanwhile.
+        Calls `sent` with the number of bytes of each part that was sent, or that the server already had. Raises
+        SnapshotChanged if a file changes meanwhile.
         """
 
 
@@ -207,7 +207,7 @@ def listed(url: str, names: Iterable[str]) -> list[str]:
 
 
 def below(folder: str, names: Iterable[str]) -> list[str]:
-    """Return the names in a folder and its subfolders, relative to it and sorted. Leaves out hidden files."""
+    """Return the names in a folder and its subfolders, sorted and relative to the folder. Leaves out hidden files."""
     start = f"{folder}/" if folder else ""
     found = (name.removeprefix(start) for name in names if name.startswith(start))
     return sorted(name for name in found if name_fault(name) is None and "/." not in f"/{name}")

@@ -1,9 +1,9 @@
 """Implements TLS as a client: loads the trusted authorities, and defines a stream that receives large pieces.
 
 `ssl.SSLSocket` makes two system calls and a `poll` for each record of 16 KiB. TlsStream receives many records
-at once and decrypts them from memory, which takes a fifth less processor time (docs/decisions.md).
-Most of the time of a record is its decryption, without the interpreter's lock, so a fetch needs no further processes. Ciphers cannot be
-chosen, because Python 3.11 has no call for the ciphers of TLS 1.3.
+at once and decrypts them from memory, which takes a fifth less processor time (docs/decisions.md). Most of that time is
+decryption, which runs without the interpreter's lock, so a fetch needs no further processes. Ciphers cannot be chosen,
+because Python 3.11 has no call for the ciphers of TLS 1.3.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def system_trust(ca_bundle: str | None = None) -> ssl.SSLContext:
 
 @lru_cache(maxsize=4)
 def _loaded(ca_bundle: str | None, stamps: tuple[object, ...]) -> ssl.SSLContext:
-    # The stamps are only a part of the cache's key: a file with another stamp has other content.
+    # The stamps are only part of the cache's key. If a file changes, its stamp changes, and the file is loaded again.
     del stamps
     return ssl.create_default_context(cafile=ca_bundle)
 
@@ -51,7 +51,7 @@ def _stamp(path: str | None) -> tuple[object, ...]:
 
 
 class TlsStream:
-    """TLS over a connected socket. One thread uses it, and no thread uses the SocketStream beneath.
+    """TLS over a connected socket. Only one thread uses this object, and nothing else uses the SocketStream `raw`.
 
     Any thread may shut the socket down. Methods raise OSError, for example its subclass ssl.SSLError.
     """
@@ -119,8 +119,8 @@ class TlsStream:
             self._raw.send(self._outgoing.read())
 
     def _fill(self, gathered: int = 0, timeout_s: float | None = None) -> bool:
-        """Wait for encrypted bytes, for `gathered` of them if there may be several records. Return False at the end."""
-        # Encryption makes data longer, so at least `gathered` encrypted bytes will come.
+        """Wait for encrypted bytes. If `gathered` is at least GATHERED, gather that many. Return False at the end of the stream."""
+        # At least `gathered` encrypted bytes will come, because encrypted data is longer than decrypted data.
         gather = gathered >= GATHERED
         wanted = min(gathered, RECEIVED_AT_ONCE) if gather else RECEIVED_AT_ONCE
         count = self._raw.receive(self._buffer, wanted, gather=gather, timeout_s=timeout_s)

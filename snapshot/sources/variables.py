@@ -21,8 +21,8 @@ class SourceIdentity:
     families: tuple[str, ...]
     """The prefixes of the variables."""
     of_process: bool = True
-    """True if a function without variables of its own may use those of this process, its profiles and its machine's identity.
-    That is safe only if the variables, and not the URL, name the server that gets the credentials.
+    """True if a function without own variables may use the variables and profiles of this process, and the identity of its machine.
+    This is safe only if the variables, and not the URL, name the server that gets the credentials.
     """
 
     def own(self, secrets: Mapping[str, str] | None) -> dict[str, str]:
@@ -44,7 +44,7 @@ GOOGLE = SourceIdentity(("GOOGLE_",))
 HUB = SourceIdentity(("HF_", "HUGGING_FACE_HUB_"))
 REGISTRY = SourceIdentity(("DOCKER_AUTH_CONFIG", "PILOTFLAME_OCI_"))
 WEB = SourceIdentity(("PILOTFLAME_SNAPSHOT_",), of_process=False)
-"""Only a function's secrets count, since they are sent to any server that the snapshot's URL names."""
+"""Only the secrets of a function are used, since they are sent to any server that the snapshot's URL names."""
 STORES = tuple(prefix for one in (AWS, AZURE, GOOGLE, HUB, REGISTRY, WEB) for prefix in one.families)
 """The families of the stores to which a model registry may lead."""
 MLFLOW = SourceIdentity(("MLFLOW_",))
@@ -52,11 +52,11 @@ MLFLOW = SourceIdentity(("MLFLOW_",))
 ANONYMOUS_VARIABLE = "PILOTFLAME_S3_ANONYMOUS"
 """If this variable is 1, S3 is read without credentials."""
 REQUESTER_PAYS_VARIABLE = "PILOTFLAME_S3_REQUESTER_PAYS"
-"""If this variable is 1, requests say that the requester pays for them, which some buckets need."""
+"""If this variable is 1, requests say that the requester pays for them, as some buckets require."""
 TOKEN_VARIABLE, HEADERS_VARIABLE = "PILOTFLAME_SNAPSHOT_TOKEN", "PILOTFLAME_SNAPSHOT_HEADERS"
 """The variables with a bearer token, and with headers, for the web servers that serve weights."""
 AUTH_VARIABLE = "DOCKER_AUTH_CONFIG"
-"""The variable with the text of an auth file, as docker has it."""
+"""The variable with the text of an auth file in docker's format."""
 PLAIN_HTTP_VARIABLE = "PILOTFLAME_OCI_PLAIN_HTTP"
 """The variable that lists the registries without TLS, separated by commas."""
 OWN_NAMES = (
@@ -66,7 +66,7 @@ OWN_NAMES = (
     HEADERS_VARIABLE,
     PLAIN_HTTP_VARIABLE,
 )
-"""The variables of sources that have the prefix of the variables of settings."""
+"""The variables of sources that begin with the same prefix as the gateway's settings."""
 
 FAMILIES = (*STORES, *MLFLOW.families)
 

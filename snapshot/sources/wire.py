@@ -26,7 +26,7 @@ class Wire:
 
     `connect`, `send` and `receive` raise OSError. While one of these methods runs, `close` only shuts the socket down,
     and the thread that runs the method closes the descriptor afterwards. If `close` closed the descriptor itself, a
-    file that is opened next could get its number, and the running method would use that file.
+    file that is opened next could get the same number, and the running method would use that file.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Wire:
         direct: bool = False,
         until_s: float = math.inf,
     ) -> None:
-        """A server may be silent for `timeout_s`, by default TIMEOUT_S. Connecting may take `connect_timeout_s`. No use
-        begins after the monotonic time `until_s`.
+        """A server may be silent for `timeout_s`, by default TIMEOUT_S. Connecting may take `connect_timeout_s`. After the
+        monotonic time `until_s`, `connect`, `send` and `receive` raise TimeoutError.
 
         With `direct`, no proxy is used.
         """
@@ -121,7 +121,7 @@ class Wire:
                 self._discard_all()
                 return
             for one in self._sockets:
-                # A socket that is not connected yet raises OSError.
+                # Ignore the OSError of a socket that is not connected yet.
                 with suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
 

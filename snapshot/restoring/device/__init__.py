@@ -1,1 +1,1 @@
-"""Copies weights to a device while they arrive. Has the layout of the device memory, the threads and the devices."""
+"""Copies weights to a device while they arrive: lays out the device memory, runs the threads, and defines the devices."""

@@ -33,7 +33,7 @@ class HostBuffers:
         self._changed = threading.Condition()
 
     def reserve(self, count: int, size_bytes: int) -> None:
-        """Make buffers ahead of need, until there are `count` buffers or the most that there may be."""
+        """Allocate buffers before they are needed, until there are `count` buffers or as many as allowed."""
         with self._changed:
             new = max(0, min(count, self._most) - self._made)
             self._made += new
@@ -59,14 +59,14 @@ class HostBuffers:
             raise
 
     def give(self, buffer: Tensor, event: CopyEvent | None) -> None:
-        """Take a buffer back. `take` returns it again only after `event`, which is the end of the copy from it."""
+        """Give a buffer back. `take` returns the buffer again only after `event`, the end of the copy from the buffer."""
         with self._changed:
             self._free.append((buffer, event))
             self._changed.notify()
 
     def _chosen(self, size_bytes: int) -> int | None:
-        """Return the number of a free buffer that is ready and large enough. If there is none, and no new buffer may be
-        made, return the number of any free buffer.
+        """Return the number of a free buffer that is ready and large enough. If there is no such buffer, and no new buffer may
+        be made, return the number of any free buffer.
         """
         for number, (buffer, event) in enumerate(self._free):
             if buffer.numel() >= size_bytes and (event is None or event.done()):
@@ -77,5 +77,5 @@ class HostBuffers:
         try:
             return self._pin(size_bytes)
         except RuntimeError:
-            # Copies from pageable memory are slower, but correct.
+            # Use pageable memory. Copies from it are slower, but correct.
             return torch.empty(size_bytes, dtype=torch.uint8)

@@ -14,4 +14,4 @@ class CopyEvent(Protocol):
         """Block this thread until the copy has ended."""
 
     def precede(self) -> None:
-        """Let operations that this thread submits to the device from now on run after the copy. Need not block."""
+        """Let operations that this thread submits to the device from now on run after the copy. May return before its end."""

@@ -1,4 +1,4 @@
-"""A CUDA device. In the snapshot engine, this is the only module that knows torch.cuda."""
+"""A CUDA device. In the snapshot engine, this is the only module that uses torch.cuda."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def described() -> list[str]:
 
 
 VMSTAT = Path("/proc/vmstat")
-# Flags of cudaHostRegister: the memory is pinned for the contexts of all devices, and devices only read it.
+# Flags of cudaHostRegister: pin the memory for the contexts of all devices, and let devices only read the memory.
 _PORTABLE, _READ_ONLY = 1, 8
 
 
@@ -96,16 +96,16 @@ class CudaDevice:
         return found
 
     def resize(self, storage: UntypedStorage, size_bytes: int, *, copied_to: bool) -> None:
-        # The target of a copy is allocated on the stream of copies, as in `empty`.
+        # Allocate the target of a copy on the stream of copies, as in `empty`.
         stream = self._stream if copied_to else torch.cuda.current_stream(self.device)
         with self._room(size_bytes), self._on(stream):
             storage.resize_(size_bytes)
         if size_bytes and copied_to:
-            # The storage has another block of the allocator now, which must be recorded too.
+            # The storage now has another block of the allocator. Record this block too.
             self._record(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
 
     def release(self) -> None:
-        # Pinned memory stays: the buffers are used again, and torch 2.11 cannot give pinned memory back.
+        # Keep pinned memory: the buffers are used again, and torch 2.11 cannot free pinned memory.
         torch.cuda.empty_cache()
 
     def finish(self) -> None:
@@ -115,7 +115,7 @@ class CudaDevice:
         return _pinned(size_bytes)
 
     def pin(self, memory: Tensor) -> bool:
-        # The same number is another flag of HIP.
+        # Do not pin with HIP, where the number of _READ_ONLY means another flag.
         if torch.version.hip:
             return False
         with torch.cuda.device(self.device):
@@ -125,12 +125,12 @@ class CudaDevice:
         return not int(failed)
 
     def _clear_error(self) -> None:
-        """Let the runtime forget its last error, which torch would report as an error of a later kernel."""
+        """Let the runtime forget its last error. Otherwise torch would report it as an error of a later kernel."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
     def pinned_bytes(self) -> int:
-        """Read the kernel's counts of pinned pages, which it has since Linux 5.7."""
+        """Read the counts of pinned pages, which the kernel has since Linux 5.7."""
         counts = dict(line.split() for line in VMSTAT.read_text().splitlines())
         pages = int(counts.get("nr_foll_pin_acquired", 0)) - int(counts.get("nr_foll_pin_released", 0))
         return pages * mmap.PAGESIZE
@@ -146,13 +146,13 @@ class CudaDevice:
         after: Sequence[CopyEvent] = (),
         then: Callable[[], None] | None = None,
     ) -> CopyEvent:
-        # Nothing needs to wait for `after`: these copies are earlier on the same stream of copies, and the operations
-        # that followed them are earlier on the same other stream.
+        # Do not wait for `after`: these copies are earlier on the same stream as this copy, and the operations of their
+        # `then` are earlier on the same stream as the operations of this `then`.
         with self._on(self._stream):
             target.copy_(source, non_blocking=True)
             event = CudaEvent(self.device, self._stream)
         if then is not None:
-            # The allocator must not give the memory to the stream of copies before `then` has ended.
+            # Let the allocator reuse the memory of `target` only after `then` has ended.
             target.record_stream(self._following)
             with self._on(self._following):
                 event.precede_on(self._following)
@@ -161,7 +161,7 @@ class CudaDevice:
         return event
 
     def _record(self, memory: Tensor) -> None:
-        """Let the allocator reuse `memory` only after the operations that the default stream has when it is freed."""
+        """Let the allocator reuse `memory` only after the operations that are on the default stream when `memory` is freed."""
         memory.record_stream(torch.cuda.default_stream(self.device))
 
     @contextmanager

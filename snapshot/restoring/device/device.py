@@ -31,12 +31,12 @@ class Device(Protocol):
     name: str
     device: torch.device
     made_s: tuple[float, float]
-    """When the creation of this object, with the process's context on the device, began and ended (monotonic clock)."""
+    """When the creation of this object began and ended (monotonic clock). It includes the process's context on the device."""
     buffers: HostBuffers
     """Host memory made by `buffer`. All devices of one kind in this process may share these buffers."""
 
     def empty(self, size_bytes: int) -> Tensor:
-        """Return uninitialised bytes on the device. Raises SnapshotError if the device has no room for them."""
+        """Return uninitialised bytes on the device. Raises SnapshotError if the device has too little free memory."""
 
     def buffer(self, size_bytes: int) -> Tensor:
         """Return uninitialised bytes of pinned host memory, for fast copies. Raises RuntimeError if pinning fails."""
@@ -48,10 +48,10 @@ class Device(Protocol):
         """
 
     def pinned_bytes(self) -> int:
-        """Return how many bytes of the host all processes have pinned; memory that `buffer` pins need not count."""
+        """Return how many bytes of the host all processes have pinned. The number may leave out memory that `buffer` pins."""
 
     def unpin(self, memory: Tensor) -> None:
-        """Undo `pin` of this memory. All copies from it have ended."""
+        """Undo `pin` of this memory. Call it only after all copies from the memory have ended."""
 
     def copy(
         self,
@@ -62,35 +62,35 @@ class Device(Protocol):
     ) -> CopyEvent:
         """Begin to copy `source`, which is on the host, to `target`, which is from `empty`.
 
-        `then` submits operations that run after this copy and after the earlier copies `after`. The returned event is
-        the end of the copy, of `after` and of these operations. The copy is fast if `source` is from `buffers`, or a part
-        of memory that was pinned at once. Do not write to `source` before the event.
+        `then` submits operations that run after this copy and after the earlier copies `after`. The returned event happens
+        when this copy, `after` and these operations have ended. The copy is fast if `source` is from `buffers`, or is a part
+        of memory that one call of `pin` has pinned. Do not write to `source` before the event.
         """
 
     def finish(self) -> None:
         """Block until the device has ended all submitted work."""
 
     def resize(self, storage: UntypedStorage, size_bytes: int, *, copied_to: bool) -> None:
-        """Free the memory of a storage, or allocate it again. Raises SnapshotError if there is no room.
+        """Free the memory of a storage (size 0), or allocate it again. Raises SnapshotError if the device has too little memory.
 
-        The allocated memory is uninitialised. Nothing may use the storage meanwhile. Pass `copied_to` if the storage is
-        a target of `copy`.
+        The allocated memory is uninitialised. Nothing may use the storage during the call. Pass `copied_to` if the storage
+        is a target of `copy`.
         """
 
     def release(self) -> None:
-        """Return freed memory to the driver. Otherwise torch would keep it for later allocations."""
+        """Return freed memory to the driver. Without this call, torch would keep the memory for later allocations."""
 
 
 DEVICES: dict[str, Callable[[], Device]] = {}
-"""Further devices by name. The tests put a simulated one here."""
+"""Further devices by name. The tests add a simulated device."""
 
 
 def find_device(name: str, gpus: int = 0) -> Device | None:
     """Return the device with a name, always as the same object. None for the host, where weights are mapped.
 
     "auto" is the first CUDA device. If there is no CUDA device, "auto" is the host, or an error if the function has
-    `gpus`. Raises SnapshotError if there is no such device. Call it in a worker: the zygote forks, so it must not use a
-    device.
+    `gpus`. Raises SnapshotError if there is no such device. Call this only in a worker: the zygote must not use a device,
+    because it forks.
     """
     check_name(name)
     if name == CPU or (name == AUTO and not _available(gpus)):

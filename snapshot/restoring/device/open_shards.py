@@ -16,16 +16,16 @@ from ..mapping import Mapping
 from .slab import Segment
 
 MOST_GAP_BYTES = 32 << 10
-"""If the gap between two runs is larger, the runs are read one by one."""
+"""If the gaps between runs are larger than this, the runs are read one by one."""
 GATHERED_BYTES = 1 << 20
 """The most bytes of runs and gaps that are read together."""
 
 
 class OpenShards:
-    """The open shards of an upload. The arrival tells it, by `move` and `show`, in which folder each chunk is."""
+    """The open shards of an upload. The arrival calls `move` and `show`, which record in which folder each chunk is."""
 
     def __init__(self, mapping: Mapping) -> None:
-        """Outside a cache, it reads the files that `mapping` has opened, even if other files have their names now."""
+        """For a snapshot outside a cache, read the files that `mapping` has opened, even if other files now have their names."""
         self._mapping = mapping
         self._shards, self._chunks = mapping.manifest.shards, Chunks(mapping.manifest)
         self._roots = [mapping.root]
@@ -42,7 +42,7 @@ class OpenShards:
             self._moved[chunk] = len(self._roots) - 1
 
     def read(self, segments: Sequence[Segment], into: memoryview) -> None:
-        """Read segments of files to their places in a piece. Raises SnapshotChanged if a file has become shorter."""
+        """Read segments of files into the buffer of a piece. Raises SnapshotChanged if a file has become shorter."""
         for segment in segments:
             if segment.step - segment.run > MOST_GAP_BYTES:
                 for number in range(segment.runs):

@@ -18,7 +18,7 @@ from .upload import DeviceUpload
 
 @dataclass(frozen=True, slots=True)
 class ParkedWeights:
-    """A module without memory on its device, and what `unpark` needs to restore it."""
+    """What `unpark` needs to restore a module whose device memory is freed."""
 
     upload: DeviceUpload
     kept: dict[int, Tensor]
@@ -33,9 +33,9 @@ def park(
 ) -> ParkedWeights:
     """Free the memory of `module` on the device of `upload`. Nothing may use the module until `unpark`.
 
-    `slabs` are the slabs of all uploads, because the weights of a module may come from several uploads. Waits first for
+    `slabs` are the slabs of all uploads, because the weights of a module may come from several uploads. First wait for
     the end of the upload. If the upload has failed, `unpark` tries it again. Device memory of the handler that no
-    parameter or buffer of the module uses is not found, and stays.
+    parameter or buffer of the module uses is not freed.
     """
     device, spans = upload.device, upload.layout.spans
     upload.end(timeout_s)
@@ -54,7 +54,7 @@ def park(
 def unpark(parked: ParkedWeights) -> DeviceUpload:
     """Allocate the memory again, and begin to copy the weights. Operations before the end of the copy need a `Gate`.
 
-    Raises SnapshotError if the device has no room. Then the module stays parked.
+    Raises SnapshotError if the device has too little free memory. Then the module stays parked.
     """
     upload = parked.upload
     device, storage = upload.device, upload.slab.untyped_storage()
@@ -78,17 +78,18 @@ def _put_back(device: Device, others: list[tuple[UntypedStorage, Tensor]]) -> No
         for storage, _ in others:
             device.resize(storage, 0, copied_to=False)
         raise
-    # Threads with other streams will use these tensors too, so wait until they are copied.
+    # Wait until the tensors are copied, because threads with other streams will use them too.
     device.finish()
 
 
 def _changed(upload: DeviceUpload) -> list[int]:
     """Return the numbers of the spans on the device whose bytes differ from the bytes of the snapshot.
 
-    After an upload that has failed, some spans are not on the device. No operation could change these.
+    Leave out the spans that a failed upload has not copied to the device: no operation could change them.
     """
     spans = upload.layout.spans
-    # Spans without a checksum were put back from the host because they had changed before, or the upload makes none.
+    # Count a span without a checksum as changed: it was copied from the host because it had changed before, or the upload
+    # makes no checksums.
     copied = sorted(upload.copies.sums)
     changed = set(range(len(spans))).difference(copied)
     if copied:
@@ -116,7 +117,7 @@ def _others(module: nn.Module | None, device: torch.device, slabs: Sequence[Tens
 
 
 def _has_data(storage: UntypedStorage) -> bool:
-    """Return False for a storage without memory, such as that of a functional tensor, whose address torch refuses."""
+    """Return False for a storage without memory. For some, such as the storage of a functional tensor, `data_ptr` raises."""
     try:
         return storage.data_ptr() != 0
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Orders the pieces of an upload: a piece can be taken once its bytes have landed, pieces that an operation waits for first."""
+"""Orders the pieces of an upload. A piece is ready once its bytes have landed. Pieces that an operation waits for come first."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class PieceQueue:
         taken: Iterable[bool],
         changed: threading.Condition,
     ) -> None:
-        """`taken` says which of `pieces` are not to be taken. Without an arrival, all bytes are there.
+        """`taken` is True for each of `pieces` that needs no copy. Without an arrival, all bytes have landed.
 
-        Otherwise, call `land` for each chunk that lands.
+        With an arrival, call `land` for each chunk that lands.
         """
         self._pieces, self._arrival = pieces, arrival
         self._changed = changed
-        """Guards the attributes below. Notified when a piece can be taken, and when no further piece can be."""
+        """Guards the attributes below. Notified when a piece can be taken, and when no further pieces will come."""
         self._taken = bytearray(taken)
         self.left = self._taken.count(0)
         """How many pieces are not taken."""
@@ -64,7 +64,7 @@ class PieceQueue:
                     self._changed.notify_all()
 
     def demand(self, numbers: Sequence[int]) -> None:
-        """Let these pieces be fetched and taken next."""
+        """Let the chunks of these pieces be fetched next, and the pieces be taken next."""
         with self._changed:
             new = set(numbers) - self._demanded
             self._demanded |= new
@@ -88,7 +88,7 @@ class PieceQueue:
                         self._taken[number] = True
                         self.left -= 1
                         return number
-                # Check this only now, so that pieces that landed before the fetch failed are copied.
+                # Check this last, so that pieces that landed before the fetch failed are still copied.
                 if self._ended:
                     break
                 self._changed.wait()
@@ -96,7 +96,7 @@ class PieceQueue:
             return None
 
     def end(self) -> None:
-        """Let no thread wait for further pieces: their bytes will not land."""
+        """End the wait of all threads in `take`, because no more bytes will land."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

@@ -1,8 +1,8 @@
-"""Pins the shards of a snapshot ahead of a copy, so that the device copies from the page cache without a buffer between.
+"""Pins the shards of a snapshot before a copy, so that the device copies directly from the page cache, without a buffer.
 
-A standby does this after its rehearsal. Pages that are pinned cannot be evicted. So a shard is only pinned if it is in
-memory already, and while all processes of the machine together have pinned at most PINNED_SHARE of the memory. Shards
-stay pinned until the process ends or the snapshot is garbage.
+A standby does this after its rehearsal. Pinned pages cannot be evicted. So shards are pinned only if they are already in
+memory, and only as long as all processes of the machine together pin at most PINNED_SHARE of the memory. Shards stay
+pinned until the process ends or the snapshot is garbage-collected.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 PINNED_SHARE = 0.25
 WINDOW_BYTES = 64 << 20
-"""The bytes of a shard that are pinned at once. A call that arrives meanwhile waits for the end of one window."""
+"""The bytes of a shard that one call pins. A call of the function that arrives meanwhile waits for the end of one window."""
 CHECKED_BYTES = 8 << 20
-"""Pinning a window of this size must raise the count of pinned bytes. The kernel may count some 100 pages later."""
+"""After a window of at least this size is pinned, the count of pinned bytes must be higher. The count of a smaller window is
+not checked, because the kernel may count about 100 pages late."""
 MOST_PARTS = 4
 """A piece of more parts is gathered in a buffer instead, because each part would be a copy of its own."""
 
@@ -46,18 +47,18 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class PinnedShards:
-    """The shards of a snapshot, mapped once more, and their pinned windows."""
+    """The shards of a snapshot, in a second mapping, and their pinned windows."""
 
     def __init__(self, device: Device, flats: Sequence[Tensor]) -> None:
         """`flats` are the shards, as `map_shared` maps them."""
         self._device, self._flats = device, flats
         self._pinned = [[False] * -(-len(flat) // WINDOW_BYTES) for flat in flats]
         self._memories: list[Tensor] = []
-        # At the end of the process, the kernel unpins everything.
+        # Do not unpin at the end of the process: the kernel does it.
         weakref.finalize(self, _unpin, device, self._memories).atexit = False
 
     def pin(self, pieces: Sequence[SlabPiece], stop: Callable[[], bool] = lambda: False) -> None:
-        """Pin what `pieces` need, in their order. End early if `stop` returns True, or if no more may be pinned."""
+        """Pin the windows that `pieces` need, in their order. End early if `stop` returns True, or if no more may be pinned."""
         for piece in pieces:
             if self.divided(piece) is None:
                 continue
@@ -72,23 +73,23 @@ class PinnedShards:
             return False
         counted = self._device.pinned_bytes() >= before_bytes + memory.nbytes // 2
         if memory.nbytes >= CHECKED_BYTES and not counted:
-            # The limit would not hold on a kernel that does not count these pages.
+            # Pin nothing if the kernel does not count these pages, because the limit would have no effect.
             self._device.unpin(memory)
             return False
         self._memories.append(memory)
         self._pinned[shard][window] = True
-        # The pages stay pinned without the process's page table. In the table, they would count as its memory, and the
-        # kernel would walk it to measure and to end the process.
+        # Remove the pages from the page table of this process. They stay pinned. In the table, they would count as memory
+        # of the process, and the kernel would walk them whenever it measures the process, and at its end.
         _libc.madvise(memory.data_ptr(), memory.nbytes, mmap.MADV_DONTNEED)
         return True
 
     def parts(self, piece: SlabPiece) -> list[WindowPart] | None:
-        """Return the bytes of a piece. None if they are not pinned, or are too many parts."""
+        """Return the bytes of a piece. None if some of them are not pinned, or if they consist of too many parts."""
         pinned = all(self._pinned[shard][window] for shard, window in _windows(piece))
         return self.divided(piece) if pinned else None
 
     def divided(self, piece: SlabPiece) -> list[WindowPart] | None:
-        """Return the bytes of a piece, pinned or not. None if they are too many parts."""
+        """Return the bytes of a piece, pinned or not. None if they consist of too many parts."""
         found = list[WindowPart]()
         for segment in piece.segments:
             if segment.step or len(found) > MOST_PARTS:
@@ -97,7 +98,7 @@ class PinnedShards:
         return found if len(found) <= MOST_PARTS else None
 
     def _within_windows(self, segment: Segment) -> Iterator[WindowPart]:
-        """Yield the parts of a segment that lie in one window each: a copy cannot read from two windows."""
+        """Divide a segment at the bounds of windows, because a copy cannot read from two windows. Yield the parts."""
         flat = self._flats[segment.shard]
         for window in _windows_of(segment):
             begin = max(segment.begin, window * WINDOW_BYTES)
@@ -106,11 +107,11 @@ class PinnedShards:
 
 
 def shards_to_pin(device: Device, manifest: Manifest, opened: Callable[[str], int]) -> PinnedShards | None:
-    """Map the shards, which `opened` opens by their names. Return None if they are not in memory, or cannot be opened."""
+    """Map the shards, which `opened` opens by name. Return None if the shards are not in memory, or cannot be opened."""
     try:
         flats = [_mapped(shard, opened) for shard in manifest.shards]
     except (SnapshotError, OSError):
-        # The upload reads the files, and reports what is wrong.
+        # Ignore the error: the upload reads the same files, and reports it.
         return None
     return PinnedShards(device, flats) if in_memory(manifest, flats) else None
 
@@ -129,13 +130,13 @@ def _mapped(shard: Shard, opened: Callable[[str], int]) -> Tensor:
 
 def map_shared(descriptor: int, size_bytes: int) -> Tensor:
     """Map a file read-only, as bytes that `Device.pin` can pin. Nothing may write to the tensor."""
-    # Pages of a private mapping would be copied before they are pinned. Python's own mmap object of a read-only file has
-    # no address that torch takes.
+    # Use a shared mapping, because pages of a private mapping would be copied before they are pinned. Call mmap of the C
+    # library, because Python's mmap object of a read-only file has no address that torch accepts.
     address = _libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory = (ctypes.c_ubyte * size_bytes).from_address(address)
-    # The tensor keeps `memory`.
+    # Unmap the file when the tensor, which refers to `memory`, is freed.
     weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -20,12 +20,12 @@ from ..place import Elements
 
 ALIGN_BYTES = 256
 PIECE_BYTES = 32 << 20
-"""To submit a piece takes the interpreter as long for a small piece as for a large one, so there are few large pieces."""
+"""Pieces are large and few, because submitting a small piece takes the interpreter as long as submitting a large piece."""
 SLAB = -1
 
 
 class Wanted(NamedTuple):
-    """A tensor to copy to the device, from the elements at `place` in shard `shard`. On the device it has `dtype`."""
+    """A tensor to copy to the device, from the elements at `place` in shard `shard`. On the device, the tensor has `dtype`."""
 
     name: str
     shard: int
@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
 
     @property
     def file_bytes(self) -> int:
-        """The size of the tensor's elements in the file. If it is a slice, the bytes between them do not count."""
+        """The size of the tensor's elements in the file. For a slice, this leaves out the bytes between its runs."""
         return prod(self.place.shape) * self.place.dtype.itemsize
 
     @property
@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
 
     @property
     def runs(self) -> tuple[int, int]:
-        """The length of a run, whose bytes lie together in the file, and the distance from one run to the next one.
+        """The length of a run, which is contiguous in the file, and the distance from one run to the next run.
 
         All distances are equal, since a slice is along one dimension. A tensor that is not a slice is one run.
         """
@@ -79,7 +79,7 @@ class Wanted(NamedTuple):
 class Segment(NamedTuple):
     """Bytes [begin, end) of a shard, and their offset in the piece.
 
-    If `step` is not 0, only the first `run` bytes of each `step` bytes.
+    If `step` is not 0, the segment has only the first `run` bytes of each `step` bytes.
     """
 
     shard: int
@@ -91,7 +91,7 @@ class Segment(NamedTuple):
 
     @property
     def runs(self) -> int:
-        """The number of its runs."""
+        """The number of runs in this segment."""
         return (self.end - self.begin - self.run) // self.step + 1 if self.step else 1
 
 
@@ -128,7 +128,11 @@ class Span(NamedTuple):
 
 
 class SlabLayout:
-    """The place of each tensor in the slab, and the pieces, in the order in which a forward pass needs them."""
+    """The offset of each tensor in the slab, and the pieces to copy.
+
+    The pieces are in the order in which a forward pass first needs their tensors, if the manifest has recorded it. In the
+    slab, tensors that are not plain come after all plain tensors.
+    """
 
     def __init__(self, manifest: Manifest, tensors: Sequence[Wanted], piece_bytes: int = PIECE_BYTES) -> None:
         self.tensors = tuple(tensors)
@@ -144,7 +148,7 @@ class SlabLayout:
                 tensors[number].place.begin_bytes,
             ),
         )
-        # Put tensors that are not plain after all plain tensors, so that no piece of the slab covers their places.
+        # Put tensors that are not plain after all plain tensors, so that no piece of the slab covers their bytes.
         plain = [number for number in order if tensors[number].plain]
         other = [number for number in order if not tensors[number].plain]
         for number in (*plain, *other):
@@ -162,7 +166,7 @@ class SlabLayout:
         self._begins = [span.begin for span in self.spans]
 
     def _plain_pieces(self, numbers: Sequence[int], piece_bytes: int) -> Iterator[tuple[int, SlabPiece]]:
-        """Yield the pieces of the slab, each with the number of its first tensor."""
+        """Yield the pieces for plain tensors, each with the number of its first tensor."""
         first, begin, end, segments = -1, 0, 0, list[Segment]()
         for number in numbers:
             tensor, offset, done = self.tensors[number], self.offsets[number], 0
@@ -194,7 +198,7 @@ class SlabLayout:
 
     def _raw_pieces(self, piece_bytes: int) -> Iterator[tuple[int, SlabPiece]]:
         for number, group in enumerate(self.raws):
-            # A group of several tensors is one piece.
+            # A group of several tensors is one piece, so for such a group, this loop runs once.
             for begin in range(0, group.size_bytes, piece_bytes):
                 end, segments = min(begin + piece_bytes, group.size_bytes), list[Segment]()
                 for one, at in zip(group.tensors, group.offsets, strict=True):
@@ -210,7 +214,7 @@ class SlabLayout:
             else:
                 raws.setdefault(piece.raw, []).append(number)
         for raw, numbers in raws.items():
-            # The tensors of a group follow each other in the slab, too.
+            # The tensors of a group follow each other in the slab too, so one span covers the group.
             first, last = self.raws[raw].tensors[0], self.raws[raw].tensors[-1]
             end = self.offsets[last] + self.tensors[last].size_bytes
             yield Span(self.offsets[first], end, tuple(numbers))

@@ -1,4 +1,4 @@
-"""Submits the copies of the pieces of a slab: converts the tensors of groups on the device, and computes checksums."""
+"""Submits the copies of the pieces of a slab. Converts tensors that are not plain on the device, and computes checksums."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class SlabCopies:
         self._submitting = threading.Lock()
 
     def put_back(self, span: Span, content: Tensor) -> None:
-        """Submit the copy of a whole span, whose bytes `content` has. Its pieces need no other copy."""
+        """Submit the copy of `content` to a whole span. The pieces of this span then need no other copy."""
         event = self._device.copy(content, self._slab[span.begin : span.end])
         for piece in span.pieces:
             self.events[piece] = event
 
     def submit(self, number: int, piece: SlabPiece, parts: Sequence[WindowPart]) -> CopyEvent:
-        """Submit the copy of piece `number` from `parts`. Return its end."""
+        """Submit the copy of piece `number` from `parts`. Return the event of its end."""
         # Store the event before another piece of the same group is submitted: the piece of a group that is
         # submitted last converts the group, and the events of the other pieces show which piece is last.
         with self._submitting:
@@ -82,7 +82,7 @@ class SlabCopies:
         after: Sequence[CopyEvent] = (),
         then: Callable[[], None] | None = None,
     ) -> CopyEvent:
-        """Copy the parts of a piece to `target`, as `Device.copy` does with one."""
+        """Copy all parts of a piece to `target`. For the other arguments see `Device.copy`, which copies one part."""
         *others, (source, at) = parts
         before = [self._device.copy(one, target[begin : begin + len(one)]) for one, begin in others]
         return self._device.copy(source, target[at : at + len(source)], [*after, *before], then)
@@ -104,7 +104,7 @@ class SlabCopies:
     def sum_of(self, number: int) -> Tensor:
         """Return the checksum of the bytes that span `number` has on the device now."""
         span = self._layout.spans[number]
-        # The bytes up to the next multiple of 8 belong to no tensor and are never written.
+        # Round the end up to a multiple of 8. The added bytes belong to no tensor and are never written.
         return checksum(self._slab[span.begin : -(-span.end // 8) * 8], random_factors(self._slab.device))
 
 
@@ -112,8 +112,8 @@ def checksum(content: Tensor, factors: Tensor) -> Tensor:
     """Return a number, on the same device, that changes if bytes change or swap places, unless the change is crafted.
 
     It is the sum modulo 2^64 of the 8-byte words, each multiplied by the odd random number at its position in
-    `factors`. Before the multiplication, the upper half of a word is mixed into its lower half: otherwise, two flips of
-    the highest bit, which is the sign of a number, would cancel out. The length and the offset of `content` must be
+    `factors`. Before the multiplication, the upper half of a word is mixed into its lower half. Without this, changes of the
+    highest bit, which is the sign of a number, in two words would cancel out. The length and the offset of `content` must be
     multiples of 8 bytes.
     """
     words = content.view(torch.int64)

@@ -1,8 +1,8 @@
 """Copies the weights of a plan to a device as they land, in threads, while operations already run on the device.
 
 Each thread takes the first piece whose bytes have landed, and submits its copy: from the pinned files if possible, else
-from a buffer into which it has read the piece. An operation waits only for the copies of its own tensors: its thread
-waits until they are submitted, and the device waits until they have ended.
+from a buffer into which it has read the piece. An operation waits only for the copies of its own tensors: the thread of
+the operation waits until these copies are submitted, and the device waits until they have ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .slab_copies import SlabCopies
 
 
 class DeviceUpload:
-    """The upload of one layout to a device. `slab` has the bytes on the device. `layout` has their places."""
+    """The upload of one layout to a device. `slab` is the memory on the device. `layout` has the offsets of the tensors in it."""
 
     def __init__(
         self, device: Device, layout: SlabLayout, mapping: Mapping, *,
@@ -36,21 +36,21 @@ class DeviceUpload:
     ) -> None:  # fmt: skip
         """Begin to copy the shards of `mapping` in threads, to `slab` or, if that is None, to a new slab.
 
-        The spans whose numbers are in `kept` are copied from `kept` instead. Without `parks`, no checksums are made,
-        so `park` copies all weights to the host. `pinned` has the same shards, and knows which parts are pinned. Raises
-        SnapshotError if the device has no room for a new slab.
+        Spans whose numbers are in `kept` are copied from `kept` instead. Without `parks`, no checksums are made, so `park`
+        copies all weights to the host. `pinned` has the same shards, and pieces whose windows are pinned are copied from
+        it. Raises SnapshotError if the device has too little memory for a new slab.
         """
         self.device, self.layout, self.mapping = device, layout, mapping
         self.pinned = pinned
         self.started_s, self.ended_s = time.monotonic(), 0.0
-        """When the copy began and ended, by the monotonic clock. The end is 0 while it runs."""
+        """When the copy began and ended, by the monotonic clock. While the copy runs, `ended_s` is 0."""
         # Other threads write to the slab, which torch would forbid if the slab were made in inference mode.
         with torch.inference_mode(mode=False):
             self.slab = device.empty(layout.size_bytes) if slab is None else slab
         self._changed = threading.Condition()
-        """Guards what the threads share. Notified when a copy is submitted, a piece can be taken, or the upload fails or ends."""
+        """Guards the shared state. Notified when a copy is submitted, a piece can be taken, or the upload fails or ends."""
         self.copies = SlabCopies(device, layout, self.slab, self._changed, sums=parks)
-        # Keep these tensors while their copies may read them.
+        # Keep these tensors, because copies may still be reading them.
         self._kept = kept or {}
         for number, content in self._kept.items():
             self.copies.put_back(layout.spans[number], content)
@@ -60,7 +60,7 @@ class DeviceUpload:
         )
         self._running = 0
         self._seen = 0
-        """How many of the first pieces are known to be on the device."""
+        """The number of pieces, counted from the first one without a gap, that are known to be on the device."""
         self.compared = False
         """True once it is known that the copied bytes fit the manifest."""
         self._error: PilotflameError | None = None
@@ -73,7 +73,7 @@ class DeviceUpload:
         self._files = OpenShards(self.mapping)
         if (arrival := self.mapping.arrival) is not None:
             arrival.attach(self._files)
-            # The arrival drops its listeners when all chunks have landed.
+            # No listener need be removed: the arrival drops them when all chunks have landed.
             arrival.on_land(self._queue.land)
             arrival.on_fail(self.fail)
         self._running = min(self._threads(), self._queue.left)
@@ -91,7 +91,7 @@ class DeviceUpload:
     @property
     def complete(self) -> bool:
         """True once all bytes are on the device."""
-        # The gate reads this at each operation, so do not query again the events that were done before.
+        # The gate reads this at each operation, so query only events that were not done before.
         seen, events = self._seen, self._events
         while seen < len(events) and (event := events[seen]) is not None and event.done():
             seen += 1
@@ -99,7 +99,7 @@ class DeviceUpload:
         return seen == len(events)
 
     def fail(self, error: PilotflameError) -> None:
-        """Raise `error` in threads that wait, now or later, for pieces that are not copied. The first call counts."""
+        """Raise `error` in threads that wait, now or later, for pieces that are not copied. Ignore further errors."""
         with self._changed:
             self._error = self._error or error
             self._queue.end()
@@ -119,7 +119,7 @@ class DeviceUpload:
                 event.precede()
 
     def end(self, timeout_s: float | None) -> None:
-        """Wait until no thread submits copies or frees memory any more. Raises SourceUnavailable after `timeout_s`."""
+        """Wait until all threads of this upload have ended their work. Raises SourceUnavailable after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._running, timeout_s):
                 raise self._late(timeout_s)
@@ -170,7 +170,7 @@ class DeviceUpload:
                 self._copy(number, self.layout.pieces[number])
         except PilotflameError as error:
             self.fail(error)
-        except Exception as error:  # noqa: BLE001  those that wait get it
+        except Exception as error:  # noqa: BLE001  raised in the threads that wait
             self.fail(SnapshotError(f"The copy of the weights to {self.device.name} broke off: {error!r}."))
         with self._changed:
             last = self._running == 1
@@ -205,7 +205,7 @@ class DeviceUpload:
         self._files.close()
         self.device.release()
         try:
-            # A file may have been written to while it was copied.
+            # Compare the files now, because a file may have been written to while it was copied.
             self.mapping.check()
         except SnapshotError as error:
             self.fail(error)
