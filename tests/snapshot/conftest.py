@@ -54,7 +54,7 @@ def shm() -> Iterator[Path]:
 
 @pytest.fixture
 def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No variable, profile or login of a cloud or a registry: the tests ignore this machine's settings."""
+    """Remove the variables, profiles and logins of clouds and registries, so that the tests ignore this machine's settings."""
     for name in [name for name in os.environ if name.upper().startswith(FAMILIES)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "no hub here"))
@@ -62,5 +62,5 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no docker here"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no podman here"))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    # Skip the address of a machine's own service account: no server answers here.
+    # Do not ask the metadata server for this machine's service account, because no such server answers here.
     monkeypatch.setenv("NO_GCE_CHECK", "true")

@@ -115,17 +115,17 @@ def test_a_zygote_reads_the_bytes_once(tmp_path: Path) -> None:
 
 def test_the_latest_ones_stay_if_they_fit(tmp_path: Path) -> None:
     kept = ComputedSnapshots(tmp_path, MANY)
-    # A deploy that fails after it has computed takes the place of no live revision.
+    # A deploy that fails after its computation must not evict the snapshot of a live revision.
     for number, key in enumerate(("live", "fails", "fails again", "next")):
         kept.open(key, numbers)
         os.utime(tmp_path / key, (number, number))
     assert names(tmp_path) == {"live", "fails", "fails again", "next"}
-    # It is used, and so the latest.
+    # Use the first snapshot, so that it counts as the latest.
     held = kept.open("live", refused)
     size = sum(file.stat().st_size for file in (tmp_path / "live").iterdir())
     ComputedSnapshots(tmp_path, 5 * size // 2).open("other", numbers)
     assert names(tmp_path) == {"live", "other"}
-    # The bytes of a mapped one stay.
+    # The snapshot that `held` maps is removed, but its bytes stay mapped.
     ComputedSnapshots(tmp_path, 5000).open("four", numbers)
     assert names(tmp_path) == {"four"}
     assert held.load("a")["a"].sum() == 1024
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SnapshotError, match="cannot be written") as raised:
         ComputedSnapshots(tmp_path / "file" / "below", MANY).open("one", numbers)
-    # A CacheError would be of the weights.
+    # It is no CacheError, which would mean a failure in the cache of the weights.
     assert type(raised.value) is SnapshotError
 
 
@@ -153,7 +153,7 @@ def test_an_error_of_the_computation_stays_as_it_is(tmp_path: Path, error: Excep
 
 
 def _compute(folder: Path, link: Connection) -> None:
-    """Compute in a process of its own, which waits in the midst of it."""
+    """Compute a snapshot. In the middle of the computation, send the name of the folder and wait for a message."""
 
     def half(made: Path) -> None:
         (made / FILE).write_bytes(b"half")
@@ -172,7 +172,7 @@ def _wait(folder: Path, link: Connection) -> None:
 
 def _start(run: object, folder: Path) -> tuple[multiprocessing.process.BaseProcess, Connection]:
     here, there = multiprocessing.Pipe()
-    # A fork of this process, as a worker is one of its zygote.
+    # Fork this process, as a zygote forks its workers.
     process = multiprocessing.get_context("fork").Process(target=run, args=(folder, there), daemon=True)  # type: ignore[arg-type]
     process.start()
     there.close()

@@ -25,7 +25,7 @@ SEED = 20250
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """A folder in memory if there is one."""
+    """A folder in memory if /dev/shm is writable, otherwise on the disk."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
         yield Path(folder)
@@ -99,7 +99,7 @@ def test_ten_thousand_corruptions_are_found_ten_thousand_times(
     contents = {file.name: (root / file.name).read_bytes() for file in manifest.files}
     shards = {shard.name for shard in manifest.shards}
     draw = random.Random(SEED)
-    # All bytes are equally likely, but bytes of the small assets a little more.
+    # Large files are damaged more often, in proportion to their size. The constant is for the small files.
     names = draw.choices(list(contents), [len(text) + 20_000 for text in contents.values()], k=2 * count)
     kinds: Counter[str] = Counter()
     found = named = 0

@@ -1,4 +1,4 @@
-"""What users read where an optional package is missing, and that one installed later is found without a restart."""
+"""What users read if an optional package is missing. A package that is installed later is found without a restart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pilotflame.snapshot.extras import missing
 
 ECHO = "def handler(event):\n    return event\n"
 BOTO = ("boto3", "botocore", "s3transfer")
-# Python runs this at its start. Packages in $HIDDEN are not found where the tests' environment has them.
+# Python runs this at its start. It hides the packages in $HIDDEN that the tests' environment has, but not those in `later`.
 HIDES = """
 import importlib.machinery, os
 real, hidden = importlib.machinery.PathFinder.find_spec, os.environ["HIDDEN"].split()

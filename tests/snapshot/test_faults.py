@@ -1,4 +1,4 @@
-"""Every fault of the fault server, over real sockets: healed bit for bit, or an error that names what is missing."""
+"""Every fault of the fault server, over real sockets: a fetch is right bit for bit, or its error names what is missing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from torch import nn
 CHUNK = 64 << 10
 LIMIT_S = 30.0
 STALL_S = 0.5
-"""Longer than the stall limit of a near source, so that no test waits for its end."""
+"""Longer than the stall limit of a near source. So a stalled connection is replaced, and no test waits for the end of the stall."""
 # Odd, so that hardly a tensor begins or ends where a chunk does.
 WIDTH = 293
 GROUPS = ([0, 1, 2], [3, 4], [5])
@@ -90,7 +90,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tries follow each other as fast as the server breaks off; how long they wait is the jitter's own test.
+    # Let attempts follow each other at once. Other tests check the waits between attempts.
     monkeypatch.setattr(retries, "FIRST_DELAY_S", 0.0005)
 
 
@@ -110,7 +110,7 @@ def files_in(folder: Path, manifest: Manifest) -> Iterator[list[ShardTarget]]:
 
 
 def fetched(weights: Weights, url: str, folder: Path, **how: Any) -> FetchStats:
-    """Fetch from `url`; every tensor must be what was saved, by the safetensors library and by our own mapping."""
+    """Fetch from `url`. Check each tensor as the safetensors library reads it and as our own mapping shows it. Return the statistics."""
     arrival = Arrival(weights.manifest)
     options = {"connections": 4, "part_bytes": 2 * CHUNK, **how}
     with files_in(folder, weights.manifest) as targets:
@@ -142,7 +142,7 @@ def refused(weights: Weights, url: str, folder: Path, **how: Any) -> PilotflameE
 
 
 def check_named(weights: Weights, error: PilotflameError) -> None:
-    """The error names the shard, the chunk, and exactly the tensors in it, in its message and in its details."""
+    """Check that the error names the shard, the chunk and exactly the tensors in this chunk, in its message and in its details."""
     manifest = weights.manifest
     shard, chunk = weights.shards.index(error.details["shard"]), error.details["chunk"]
     begin, end = chunk * CHUNK, (chunk + 1) * CHUNK
@@ -161,7 +161,7 @@ def check_named(weights: Weights, error: PilotflameError) -> None:
 
 
 def on_weights(faults: Faults) -> Choose:
-    """`faults` for shards; assets come whole."""
+    """Return a function that gives `faults` to requests for shards, and no faults to requests for assets."""
     return lambda request: faults if request.name.startswith("model-") else Faults()
 
 
@@ -209,7 +209,7 @@ def test_what_passes_is_healed_bit_for_bit(tmp_path: Path, weights: Weights, kin
     if any(word in kind for word in RETRIED):
         assert stats.retries > 0, "the fault never came"
     elif not PASSING[kind].duplicate_share and not PASSING[kind].late_share:
-        # A machine that has other things to do may take a connection for silent; nothing else is tried again.
+        # On a busy machine, a connection may count as stalled although the server sends. There must be no other retries.
         assert stats.retries == stats.stalls
 
 
@@ -240,7 +240,7 @@ def test_a_flipped_bit_is_fetched_once_more(tmp_path: Path, weights: Weights) ->
 def test_a_flipped_bit_in_a_chunk_of_two_parts_is_found_when_it_is_whole(
     tmp_path: Path, weights: Weights
 ) -> None:
-    """Such a chunk is hashed from the file, not on its way."""
+    """Such a chunk is not hashed while it is received, but from the file when both parts have come."""
     name, flipped = weights.shards[0], Counter[int]()
 
     def once(request: Request) -> Faults:
@@ -260,7 +260,7 @@ def test_redirects_are_followed(tmp_path: Path, weights: Weights) -> None:
         here.faults = Faults(redirect=there.url + "/")
         fetched(weights, here.url, tmp_path)
         assert {request.name for request in here.requests} == set(weights.shards)
-        # Once it is known where a shard lies, the detour is not taken again; four may learn it at the same time.
+        # The source remembers where a shard is. Only the first requests of the four connections may be redirected.
         assert len(here.requests) <= 4 * len(weights.shards)
 
 
@@ -274,7 +274,7 @@ def test_a_redirect_whose_end_breaks_off(tmp_path: Path, weights: Weights) -> No
 def test_a_tag_that_is_weak_now_and_then_is_the_same_version(tmp_path: Path, weights: Weights) -> None:
     """A proxy may weaken the tag (RFC 9110, 8.8.1); the opaque part still names the version."""
     with FaultServer(weights.folder) as server:
-        # The server itself knows the strong one: If-Match is answered by that.
+        # Two of three answers have the weak tag, and the others have the strong tag.
         server.faults = lambda request: Faults(headers={"ETag": 'W/"v0"'} if request.number % 3 else {})
         fetched(weights, server.url, tmp_path)
 
@@ -302,7 +302,7 @@ def test_without_ranges_a_file_in_one_piece_is_taken_whole(tmp_path: Path, weigh
 def test_a_silent_connection_is_replaced_by_a_new_one(
     tmp_path: Path, weights: Weights, connections: int, stall_at: int | None
 ) -> None:
-    """More stalls than there are connections, and few failures for any one range."""
+    """There are more stalls than connections, but only few failures for each range."""
 
     def choose(request: Request) -> Faults:
         return Faults(stall_share=float(request.number in (1, 2, 6, 9)), stall_s=60.0, stall_at=stall_at)
@@ -338,7 +338,7 @@ def test_what_never_comes_is_named(tmp_path: Path, weights: Weights, kind: str) 
     assert isinstance(error, FetchFailed)
     check_named(weights, error)
     assert error.details["shard"] == name
-    # The two chunks that are requested together.
+    # The chunks 4 and 5 are requested together, so the error may name either.
     assert error.details["chunk"] in (4, 5)
     assert any(word in error.message for word in why.split("|")), error.message
 
@@ -359,7 +359,7 @@ def test_bytes_that_are_always_wrong_are_named(tmp_path: Path, weights: Weights,
 
 
 def undigested(weights: Weights, url: str) -> Weights:
-    """The same weights with a manifest that has the versions at `url` in place of digests."""
+    """Return the same weights with a manifest that has the versions at `url` in place of digests."""
     return replace(
         weights, manifest=observe(HttpSource(url), [path.name for path in weights.folder.glob("model*")])
     )
@@ -406,14 +406,14 @@ def test_other_bytes_of_the_same_size_are_refused_by_their_digests(tmp_path: Pat
     assert error.details["shard"] == name
 
 
-# -- what a server says of the bytes, and the bytes
+# -- what a server says about the bytes that it sends
 
 
 @pytest.mark.parametrize("etag", ["strong", "weak", None])
 def test_replicas_with_versions_of_their_own_serve_one_snapshot(
     tmp_path: Path, weights: Weights, etag: str | None
 ) -> None:
-    """The digests of the manifest decide."""
+    """The versions differ, but the bytes match the digests of the manifest, which decide."""
     with FaultServer(weights.folder) as server:
         server.faults = lambda request: Faults(etag=etag, changed_from=0 if request.number % 2 else None)
         manifest = find_manifest(HttpSource(server.url))
@@ -461,7 +461,7 @@ def test_parts_that_do_not_say_their_place(
 def test_a_repeated_answer_without_its_place_is_taken_for_no_other(
     tmp_path: Path, weights: Weights, known: bool
 ) -> None:
-    """Parts of one size: only their places tell them apart."""
+    """All parts have the same size, so only their ranges distinguish them."""
     with FaultServer(weights.folder, seed=5) as server:
         found = weights if known else undigested(weights, server.url)
         server.faults = Faults(range_said=False, duplicate_share=0.4, late_share=0.4, times=2)
@@ -526,7 +526,7 @@ def test_a_server_that_cannot_serve_is_refused_at_once(
 
 @pytest.mark.parametrize("coding", ["aws-chunked", "", "identity", "AWS-Chunked, identity"])
 def test_codings_that_leave_the_bytes_as_they_are(tmp_path: Path, weights: Weights, coding: str) -> None:
-    """Stores of other makes keep the coding in which a part was uploaded, and send the plain bytes."""
+    """Some stores keep the Content-Encoding of the upload, but send the plain bytes."""
     with FaultServer(weights.folder, Faults(headers={"Content-Encoding": coding})) as server:
         source = HttpSource(server.url)
         assert find_manifest(source).digest == weights.manifest.digest
@@ -547,7 +547,7 @@ def test_codings_that_change_the_bytes_are_refused(tmp_path: Path, weights: Weig
 
 
 class Mixture:
-    """Faults drawn by seed: a new draw for each answer, at most `most` bad answers for requests that begin in one chunk."""
+    """Draws faults by seed, anew for each answer. Gives at most `most` bad answers to the requests that begin in one chunk."""
 
     def __init__(self, seed: int, most: int) -> None:
         drawn = random.Random(seed)
@@ -600,7 +600,7 @@ def test_mixtures_that_pass_are_healed(tmp_path: Path, weights: Weights, seed: i
 
 
 def test_mixtures_that_stay_are_healed_or_named(tmp_path: Path, weights: Weights) -> None:
-    """Faults without end: either complete weights, or an error that names what is missing."""
+    """The faults never end. A fetch gives complete weights, or an error that names what is missing."""
     outcomes: Counter[str] = Counter()
     for seed in range(100, 107):
         mixture = Mixture(seed, most=1 << 30)
@@ -629,7 +629,7 @@ def test_mixtures_that_stay_are_healed_or_named(tmp_path: Path, weights: Weights
 
 
 def check_landed(weights: Weights, folder: Path, arrival: Arrival) -> None:
-    """Every landed chunk is right, whatever happened to the rest."""
+    """Check that every landed chunk is right, whatever happened to the other chunks."""
     for index, shard in enumerate(weights.manifest.shards):
         right, found = (weights.folder / shard.name).read_bytes(), (folder / shard.name).read_bytes()
         for chunk in range(len(shard.chunks)):
@@ -657,7 +657,7 @@ def test_the_cache_heals_what_passes(tmp_path: Path, weights: Weights, kind: str
     ):
         with torch.device("meta"):
             net = Net()
-        # Mapped and restored while it is still coming.
+        # Map and restore the weights while they still arrive.
         mapping = Mapping(lease.root, weights.manifest, keep=lease.lock, arrival=lease.arrival)
         restore(make_plan(net, weights.manifest), mapping)
         lease.wait(LIMIT_S)
@@ -715,7 +715,7 @@ def test_an_asset_that_is_wrong_once_is_fetched_again(tmp_path: Path, weights: W
 def test_after_a_change_a_source_asked_anew_finds_the_old_bytes_or_says_so(
     tmp_path: Path, weights: Weights
 ) -> None:
-    """The object is longer for a while: the next open takes the old bytes."""
+    """At first, the object is longer, and the fetch fails. When the old bytes are back, the next open fetches them."""
     cache, name = cache_in(tmp_path), weights.shards[0]
     files = {path.name: path.read_bytes() for path in weights.folder.iterdir()}
     with FaultServer({**files, name: files[name] + b"x"}) as server:

@@ -31,7 +31,7 @@ hostile = settings(
 
 
 def sound() -> dict[str, Any]:
-    """A manifest of two shards that uses every field."""
+    """Return the JSON of a valid manifest of two shards that uses every field."""
     return {
         "version": 1,
         "algorithm": "xxh3-128",
@@ -110,7 +110,7 @@ anything = st.recursive(
 
 
 def places(document: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield every (container, key) below."""
+    """Yield the pair (container, key) of every value in the document."""
     keys = list(document) if isinstance(document, dict) else range(len(document))
     for key in keys:
         yield document, key
@@ -137,7 +137,7 @@ def mutated(draw: st.DrawFn, documents: st.SearchStrategy[Any]) -> bytes:  # noq
             del container[key]
         elif action == "swap":
             other, at = draw(st.sampled_from(found))
-            # Copy: a container that holds itself is not JSON.
+            # Swap copies: otherwise a container could contain itself, which JSON cannot express.
             container[key], other[at] = json.loads(json.dumps([other[at], container[key]]))
         elif action == "double" and isinstance(container, list):
             container.append(container[key])
@@ -147,7 +147,7 @@ def mutated(draw: st.DrawFn, documents: st.SearchStrategy[Any]) -> bytes:  # noq
             container[key] = [container[key]]
     text = json.dumps(document)
     if draw(st.booleans()):
-        # A repeated key, which no dict can hold.
+        # Insert a key into the text, because a dict cannot have a repeated key.
         key = draw(st.sampled_from(["version", "shards", "name", "w", "dtype"]))
         text = text.replace("{", "{" + json.dumps(key) + ": " + json.dumps(draw(anything)) + ", ", 1)
     return text.encode()
@@ -189,7 +189,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def refused(error: SnapshotError) -> None:
-    """The message can be printed and is short."""
+    """Check that the message is short, and that it can be printed."""
     assert len(str(error).encode()) < 3000
 
 
@@ -215,7 +215,7 @@ def test_a_mutated_manifest_holds_or_is_refused(text: bytes) -> None:
 
 
 def test_the_sound_manifest_holds() -> None:
-    """Otherwise every mutation would be refused."""
+    """If this manifest were refused, its mutations would be refused, too, and would test nothing."""
     check_manifest(Manifest.parse(json.dumps(sound()).encode()))
 
 
@@ -340,6 +340,6 @@ def test_bulk_is_refused_in_time_and_memory(kind: str) -> None:
         parse_header(text, file="x", file_bytes=8 + len(text))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # orjson reserves twelve times the size of the text, and touches only what it needs.
+    # The limit is high because orjson reserves twelve times the size of the text. It touches only what it needs.
     assert peak_bytes < 200 << 20
     assert len(text) < MAX_HEADER_BYTES

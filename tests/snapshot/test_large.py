@@ -1,4 +1,4 @@
-"""A model of 6 GB is fetched and restored in a few megabytes of anonymous memory.
+"""A model of 6 GB is fetched and restored in at most 256 MiB of memory.
 
 The model is a sparse file with little content between holes. The engine reads, hashes and verifies all 6 GB. Only the
 test's target skips writing zeros, because a new file reads as zeros. So the test takes seconds and little disk.
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 class Sparse(ShardTarget):
-    """Create a file that keeps its holes."""
+    """A target that does not write zeros, so that its file keeps the holes."""
 
     def write(self, offset: int, view: memoryview) -> None:
         if numpy.frombuffer(view, numpy.uint8).any():
@@ -60,7 +60,7 @@ class Sparse(ShardTarget):
 
 
 def row(block: int, at: int) -> torch.Tensor:
-    """Return the content of the rows of a block that are not holes."""
+    """Return the content of row `at` of a block. Only rows that are not holes have this content."""
     return torch.full((COLUMNS,), float(10 * block + (at > 0) + 1), dtype=torch.float16)
 
 
@@ -69,7 +69,7 @@ def norm() -> torch.Tensor:
 
 
 def sparse_model(folder: Path) -> Manifest:
-    """Return the file and its manifest. All chunks of holes have the same digest."""
+    """Write the file, and return its manifest. All chunks of holes have the same digest."""
     shapes = {f"blocks.{block}": ("F16", [ROWS, COLUMNS], 2 * ROWS * COLUMNS) for block in range(BLOCKS)}
     shapes["norm"] = ("F32", [COLUMNS], 4 * COLUMNS)
     entries, end = {}, 0

@@ -1,6 +1,7 @@
 """Random histories of local weights: each answer has the bytes of its deploy, or an error names the file and the remedy.
 
-A worker maps the shards, or copies them to a simulated device, parks and wakes. Its zygote and the deploy have compared them.
+A worker maps the shards, or copies them to a simulated device, parks and wakes. Before, the deploy and the zygote have compared
+the shards with the manifest.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class World:
         elif what == "call":
             self.call(on_device=other)
         elif what == "age":
-            # Longer than a tick of the clock of files: now each write changes their times.
+            # Wait longer than a tick of the clock of file times. So the next write changes the times.
             time.sleep(0.025)
 
 
@@ -212,7 +213,7 @@ def test_each_answer_has_the_bytes_of_its_deploy_in_long(steps: list[tuple[str, 
 
 
 def test_histories_have_answers_and_refusals() -> None:
-    """A history without changes answers, and the last one of these does until its file is put back."""
+    """Without changes, each call is answered. In the second history, the call is refused while the file has other bytes."""
     world = play([("call", True), ("park", False), ("call", True), ("age", False), ("call", False)])
     assert (world.answers, world.refusals) == (5, 0)
     world = play([("age", False), ("call", False), ("in place", True), ("call", False), ("put back", False)])

@@ -39,7 +39,7 @@ class Adapted(nn.Module):
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Adapted:
-    """A module whose weights are in the folders base and style, there with a prefix."""
+    """A module whose weights are in the folders base and style. In style, their names have a prefix."""
     torch.manual_seed(3)
     module = Adapted()
     state = module.state_dict()
@@ -74,7 +74,7 @@ def test_a_module_is_restored_from_all_of_them_when_they_are_opened(whole: Adapt
     assert module(x).abs().sum() == 0
     snapshots.open()
     assert torch.equal(module(x), whole(x))
-    # And at once, if they are open.
+    # If the snapshots are open, `restore` restores the weights at once.
     assert torch.equal(restored(snapshots)(x), whole(x))
     assert torch.equal(snapshots["style"].load("*lora_A*")["base_model.lora_A.weight"], whole.lora_A.weight)
     assert not snapshots.arriving
@@ -100,7 +100,7 @@ def test_the_one_that_cannot_be_opened_is_named(whole: Adapted, tmp_path: Path) 
     (tmp_path / "style" / "model.safetensors").write_bytes(b"another")
     with pytest.raises(SnapshotChanged, match=r"^snapshots\.style: Shard model\.safetensors"):
         snapshots.open()
-    # The only one has no name to tell.
+    # If there is only one snapshot, the error does not begin with a name.
     only = Snapshots([snapshot(tmp_path / "base")])
     (tmp_path / "base" / "model.safetensors").unlink()
     with pytest.raises(SnapshotChanged, match=r"^(?!snapshots)"):

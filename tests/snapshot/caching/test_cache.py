@@ -1,4 +1,4 @@
-"""The cache: opened, followed, resumed, published, copied and refused, by threads and by processes that are killed."""
+"""Threads and processes use the cache: they open, follow, resume, publish and copy snapshots. Some processes are killed."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ def test_killed_again_and_again_it_resumes_and_ends_identical(shm: Path, tmp_pat
 
 
 class Reporting(FolderSource):
-    """Writes a letter into a pipe for every connection and for every 4 KiB it gives."""
+    """Writes a letter into a pipe for each connection ("c"), and for each read, which returns at most 4 KiB ("r")."""
 
     def __init__(self, root: Path, pipe: int) -> None:
         super().__init__(root)
@@ -383,7 +383,7 @@ class ReportingConnection(FolderConnection):
 
 
 def pull_and_be_killed(here: Tier, manifest: Manifest, source: Path, after: int) -> tuple[int, int]:
-    """Fork a process that pulls, and kill it once it was given 4 KiB `after` times; (connections, times) in the end."""
+    """Fork a process that pulls, and kill it after `after` reads. Return how many connections it opened, and how many reads it made."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -469,7 +469,7 @@ def test_processes_that_pull_different_snapshots_share_the_budget(tmp_path: Path
         verify(stored.folder / "files", Manifest.read(stored.folder / "files"))
 
 
-# -- what cannot be
+# -- errors
 
 
 def test_larger_than_every_budget_names_the_sizes(tmp_path: Path, source: Path, manifest: Manifest) -> None:
@@ -515,10 +515,10 @@ def test_a_tmpfs_that_fills_up_meanwhile_is_an_error_and_then_resumed(
 
 
 def fill(folder: Path, left_bytes: int) -> None:
-    """Leave at most `left_bytes` of the file system that holds `folder`, to which others may write meanwhile."""
+    """Fill the file system of `folder` until at most `left_bytes` are free. Other processes may write to it at the same time."""
     with (folder / "other").open("wb") as stream:
         while (free := free_bytes(folder)) > left_bytes:
-            # Another process may have taken what was free.
+            # If another process took the free space, this raises. Then the loop tries again.
             with contextlib.suppress(OSError):
                 size = stream.seek(0, os.SEEK_END)
                 os.posix_fallocate(stream.fileno(), size, free - left_bytes)
@@ -588,13 +588,13 @@ def test_a_fetch_closed_while_it_is_moved_lets_go_of_both_tiers(
     lease = Cache(tiers).open(manifest, stopping)
     lease.arrival.wait(0, 1, LIMIT_S)
     fill(small, 0)
-    # While the disk tier is locked, the fetch cannot get a role there.
+    # While the disk tier is locked, the fetch cannot continue there.
     with tiers[1].locked():
         stopping.go()
         closing = threading.Thread(target=lease.close)
         closing.start()
     closing.join(LIMIT_S)
-    # If the fetch has found room after all, it has ended before it was closed.
+    # If the fetch found room and completed before it was closed, `wait` raises nothing.
     with contextlib.suppress(CacheError, Cancelled):
         lease.wait(LIMIT_S)
     for tier in tiers:
@@ -620,7 +620,7 @@ def test_when_both_tiers_are_full_the_error_names_both(
 
 
 class Raising(FolderSource):
-    """A source with a bug: where it should connect or read, it raises an error of Python."""
+    """A source with a bug: its method `where` raises ZeroDivisionError."""
 
     def __init__(self, folder: Path, where: str) -> None:
         super().__init__(folder)

@@ -1,4 +1,4 @@
-"""Parts in the cache: only their chunks are requested, kept and counted, and no other bytes are ever in between."""
+"""Parts in the cache: only their chunks are requested, kept and counted. The bytes between them are always zeros."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fetched(tiers: list[Tier], manifest: Manifest, source: Path, realm: str = ""
 
 
 def check(lease: Lease, source: Path) -> None:
-    """The chunks of the part equal the source, and the bytes between them are zeros."""
+    """Check that the chunks of the part equal the source, and that the bytes between them are zeros."""
     for index, shard in enumerate(lease.manifest.shards):
         wanted = bytearray(shard.size_bytes)
         whole = (source / shard.name).read_bytes()
@@ -59,7 +59,7 @@ def test_only_the_chunks_of_a_part_are_fetched_and_once(
 ) -> None:
     part = part_of(manifest, ["t2", "t5"], {"t5": (0, 1, 2)})
     assert part.needed_bytes < manifest.total_bytes // 3
-    # A tier that the whole does not fit into.
+    # The tier has room for the part, but not for the whole snapshot.
     tier = Tier(shm / "tier" if kind == "tmpfs" else tmp_path / "tier", part.needed_bytes, kind)
     with pytest.raises(CacheError):
         Cache([tier]).open(manifest, Stopping(source))
@@ -84,7 +84,7 @@ def test_a_module_gets_its_slice_of_what_was_fetched(tmp_path: Path) -> None:
             {"up": nn.Linear(256, 128, bias=False), "down": nn.Linear(512, 128, bias=False)}
         )
         mapping = mapped(lease)
-        # Without other slices, the part's slices apply.
+        # `make_plan` gets no slices, so it uses the slices of the part.
         restore(make_plan(module, lease.manifest), mapping)
         lease.wait(LIMIT_S)
         library = load_file(source / "model.safetensors")
@@ -107,7 +107,7 @@ def test_the_next_part_is_fetched_without_what_the_first_one_has(
     assert fetched(tiers, one, source, REALM) == one.needed_bytes
     both = part_of(manifest, ["t0", "t1", "t2", "t3"], {}).needed_bytes
     assert fetched(tiers, two, source, REALM) == both - one.needed_bytes
-    # And the whole takes what the parts have.
+    # The whole snapshot is fetched without the chunks that the parts have.
     assert fetched(tiers, manifest, source, REALM) == manifest.total_bytes - both
 
 
@@ -119,11 +119,11 @@ def test_no_bytes_of_evicted_weights_are_between_those_of_a_part(
     assert fetched([tier], other, tmp_path / "other") == other.total_bytes
     tier.evict(other.digest)
     assert tier.space.spares.total_bytes() == other.total_bytes
-    # `check` finds zeros between them.
+    # `fetched` checks that zeros, not bytes of `other`, are between the chunks of the part.
     for part in halves(manifest):
         assert fetched([tier], part, source) == part.needed_bytes
         tier.evict(part.digest)
-    # The files of a part, which have holes, are no spares.
+    # The files of an evicted part have holes, so they do not become spares.
     assert tier.space.spares.total_bytes() == other.total_bytes
 
 
@@ -174,7 +174,7 @@ def test_a_part_of_weights_without_a_manifest_learns_its_own_digests(tmp_path: P
         assert views(mapped(lease), ["t"])["t"][0].item() == 2 << 20
     assert counted.given_bytes == part.needed_bytes < (3 << 20) * 4
     assert fetched([tier], described, big) == 0
-    # The digests tell the bytes now, and not the version of the object.
+    # The part has digests now, so a new version of the object with the same bytes is accepted.
     tier.evict(part.digest)
     os.utime(big / "model.safetensors")
     assert fetched([tier], described, big) == part.needed_bytes

@@ -1,4 +1,4 @@
-"""Downloads into folders: what is kept, what is refused, what is left behind when one is broken off."""
+"""Downloads into folders: what is kept, what is refused, and what an interrupted download leaves behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def whole(target: Path, origin: Path) -> None:
-    """The target holds the snapshot, verified, and nothing else."""
+    """Check that the target has the files of the snapshot with the right bytes, and no other files."""
     manifest = Manifest.read(origin)
     assert Manifest.read(target).digest == manifest.digest
     verify(target, manifest)

@@ -1,4 +1,4 @@
-"""Following: chunks announced as they land, demands in the other direction, the end, and no end."""
+"""Following a fetch: the feed announces chunks when they land, and the end. Followers send demands to the feed."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_follower_that_does_not_listen_holds_up_nobody(folder: int, manifest: 
     deaf = [Following(folder) for _ in range(3)]
     hearing = Hearing(folder, manifest)
     for chunk in range(COUNT):
-        # Up to 20,000 messages of one number: more than a socket's buffer holds.
+        # The feed sends up to 20,000 messages of one number. They do not fit into the buffers of the sockets that nobody reads.
         arrival.land(chunk)
     hearing.arrival.wait(0, COUNT - 1, LIMIT_S)
     for following in deaf:
@@ -188,7 +188,7 @@ def test_a_socket_left_by_one_that_was_killed_is_replaced(
 
 
 def test_only_so_many_may_follow(folder: int, manifest: Manifest) -> None:
-    """A container's handler could take all descriptors of the process that fetches for all functions."""
+    """Without a limit, a container's handler could use up the descriptors of the process that fetches for all functions."""
     arrival = Arrival(manifest)
     feed = Feed(folder, arrival)
     hearing = Hearing(folder, manifest)
@@ -215,7 +215,7 @@ def test_a_feed_without_descriptors_rests_and_goes_on(folder: int, manifest: Man
     used = os.dup(folder)
     os.close(used)
     try:
-        # The lowest descriptor that is free is over the limit.
+        # The lowest free descriptor is over the limit, so the feed cannot accept the connection.
         resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
         began_s = time.process_time()
         following.connect(f"/proc/self/fd/{folder}/socket")

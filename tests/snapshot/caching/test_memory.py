@@ -45,7 +45,7 @@ resource.getrusage = getrusage
 enlarge_cached_pages(root, Manifest.read(root))
 """
 
-# In a mount namespace of its own: at the end of its input it prints what is left in the root.
+# The program for another mount namespace. At the end of its input, it prints the content of the root.
 ELSEWHERE = """
 import os, sys
 from pathlib import Path
@@ -135,7 +135,7 @@ def test_what_killed_fetchers_left_is_taken_away(tmp_path: Path, monkeypatch: py
     stranger.mkdir(mode=0o755)
     everything = [*roots.values(), stranger, tmp_path / "gone"]
     sweep(everything, roots["own"])
-    # All are young.
+    # All roots changed recently, so none was removed.
     assert all(root.is_dir() for root in roots.values())
 
     held = os.open(roots["used"], os.O_RDONLY)
@@ -162,7 +162,7 @@ def test_what_killed_fetchers_left_is_taken_away(tmp_path: Path, monkeypatch: py
 def test_a_root_that_is_mounted_in_another_mount_namespace_is_not_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To remove the folder, which looks empty here, would unmount it there."""
+    """The folder looks empty in this namespace. If it were removed here, the kernel would unmount it in the other namespace."""
     root = tmp_path / "root"
     command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-c", ELSEWHERE, str(root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as elsewhere:
@@ -186,7 +186,7 @@ def test_a_nodes_cache_sweeps_when_it_starts(tmp_path: Path, monkeypatch: pytest
     for root in left:
         assert prepare(root, MIB)
     cache = node_cache(tmp_path / "cache")
-    # By its name, the other folder does not belong to this program.
+    # The second folder has another name than the roots of this user, so it is not swept.
     assert [root.exists() for root in left] == [not cache.tiers[0].root.is_mount(), True]
     for root in left:
         give_back(root)
@@ -197,7 +197,7 @@ def test_a_nodes_cache_sweeps_when_it_starts(tmp_path: Path, monkeypatch: pytest
 def test_a_cache_is_prepared_to_fetch_and_leaves_nothing(tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "cache"
     manifest = make(source)
-    # Listing the tiers makes no folder.
+    # `node_tiers` does not make the folder in memory, so it lists only the tier on the disk.
     assert [tier.kind for tier in node_tiers(folder)] == ["disk"]
     cache = node_cache(folder)
     memory = cache.tiers[0]
@@ -252,7 +252,7 @@ def test_a_snapshot_beyond_the_budget_of_memory_goes_to_the_disk_and_beyond_that
 
 
 def test_weights_are_cached_in_large_pages_and_stay_what_they_were(tmp_path: Path) -> None:
-    """A file that was just written is cached in pages of 4 KiB, which are mapped 16 at a fault."""
+    """A file that was just written is cached in pages of 4 KiB, and a page fault maps 16 of them."""
     manifest = make(tmp_path / "source", tensors=8, tensor_bytes=4 << 20)
     written = (tmp_path / "source" / "model.safetensors").read_bytes()
     with (tmp_path / "source" / "model.safetensors").open("wb") as stream:
@@ -273,7 +273,7 @@ def test_weights_are_cached_in_large_pages_and_stay_what_they_were(tmp_path: Pat
 
 
 def test_a_file_is_read_anew_only_where_its_pages_are_small(tmp_path: Path) -> None:
-    """Most of the file is in large pages already, so on average a fault maps many."""
+    """Only one piece of the file is in small pages. Over the whole file, a fault still maps many pages on average."""
     manifest = make(tmp_path / "source", tensors=8, tensor_bytes=4 << 20)
     file = tmp_path / "source" / "model.safetensors"
     large = enlarge_cached_pages(tmp_path / "source", manifest)
@@ -286,7 +286,7 @@ def test_a_file_is_read_anew_only_where_its_pages_are_small(tmp_path: Path) -> N
         os.posix_fadvise(stream.fileno(), 8 << 20, 2 << 20, os.POSIX_FADV_DONTNEED)
         for begin in range(8 << 20, 10 << 20, 4096):
             os.pwrite(stream.fileno(), written[begin : begin + 4096], begin)
-    # A piece in pages of 4 KiB takes 32 faults.
+    # If the piece had stayed in pages of 4 KiB, it would take 32 faults.
     assert enlarge_cached_pages(tmp_path / "source", manifest) <= large + memory.MOST_FAULTS
     assert file.read_bytes() == written
 

@@ -1,4 +1,4 @@
-"""One snapshot's folders as a container sees them: in place whatever happens, followed, never written to."""
+"""The folders of one snapshot that a container mounts: they stay through evictions, and no file in them is written over."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kept(tiers: list[Tier], origin: tuple[Path, Manifest]) -> Iterator[KeptFolde
 
 
 def evict(tiers: list[Tier], digest: str) -> None:
-    """Evict a snapshot as soon as a lease that was closed has let it go."""
+    """Evict a snapshot. Try again while a lease that was just closed still has it in use."""
     by_s = time.monotonic() + LIMIT_S
     while any(tier.has(digest) for tier in tiers):
         try:
@@ -138,7 +138,7 @@ def test_an_eviction_passes_over_folders_without_files(
 
 @pytest.fixture
 def full(tmp_path: Path) -> list[Tier]:
-    """Memory with room for one snapshot, which is taken."""
+    """Tiers with room for one snapshot in memory. Another snapshot takes the room, so a fetch writes over its files."""
     other = tmp_path / "other", make(tmp_path / "other", 1)
     tiers = [Tier(tmp_path / "memory", other[1].total_bytes, "tmpfs")]
     with Cache(tiers).open(other[1], FolderSource(other[0])) as lease:
@@ -225,7 +225,7 @@ def test_followers_wait_for_no_lock_of_the_tier(tmp_path: Path, origin: tuple[Pa
     tier, source = Tier(tmp_path / "cache", 1 << 30), Stopping(folder, 100_000)
     with Cache([tier]).open(manifest, source, tee=False) as first, ThreadPoolExecutor(1) as others:
         with tier.locked():
-            # As a worker does, and as a second activation does in the process that fetches.
+            # Follow as a worker does, and open the snapshot as a second activation in the fetcher does.
             opened = [others.submit(follow, tmp_path / "cache", manifest)]
             opened.append(others.submit(Cache([tier]).open, manifest, source, tee=False))
             leases = [opening.result(LIMIT_S) for opening in opened]

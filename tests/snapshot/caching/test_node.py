@@ -13,7 +13,8 @@ from limited_group import limited_group
 from pulling import make
 
 LIMIT_MB, TENSORS, TENSOR_BYTES = 96, 6, 32 << 20
-# It prints the budgets of the tiers, where the snapshot is, and the digest of what it reads through a mapping.
+# The program joins the cgroup and fetches the snapshot. It prints the budgets of the tiers, the folder of the snapshot,
+# and the digest of the bytes that it reads through a mapping.
 CHILD = """
 import json, mmap, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Chunks that the node has in another snapshot are copied from there, if that is of the same realm and they are right."""
+"""A fetch copies the chunks that the node has in another snapshot of the same realm, if their bytes are right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REALM, OTHER = realm_of("s3://bucket/one"), realm_of("s3://another/one")
 
 
 def revise(before: Path, after: Path, tensor: str) -> Manifest:
-    """A second revision in folder `after`, which differs from the first in one tensor."""
+    """Make a second revision in folder `after`, which differs from the first in one tensor. Return its manifest."""
     arrays = load_file(before / "model.safetensors")
     arrays[tensor] = ~arrays[tensor]
     after.mkdir()
@@ -54,14 +54,14 @@ class Revisions:
         self.fetch_first(REALM)
 
     def fetch_first(self, realm: str) -> int:
-        """Return how many bytes the source has served."""
+        """Fetch the first revision. Return how many bytes the source served."""
         source = Stopping(self.folder / "first")
         with Cache(self.tiers).open(self.first.with_realm(realm), source) as lease:
             lease.wait(LIMIT_S, copied=True)
         return source.given_bytes
 
     def fetch_second(self, realm: str = REALM) -> int:
-        """Return how many bytes the source has served."""
+        """Fetch the second revision and verify it. Return how many bytes the source served."""
         source = Stopping(self.folder / "second")
         with Cache(self.tiers).open(self.second.with_realm(realm), source) as lease:
             lease.wait(LIMIT_S, copied=True)
@@ -102,7 +102,7 @@ def test_only_what_another_revision_does_not_have_is_fetched(
     tier = Tier(shm / "tier" if kind == "tmpfs" else tmp_path / "tier", ROOMY, kind, spare_bytes=ROOMY)
     revisions = Revisions(tmp_path, [tier])
     assert revisions.fetch_second() == revisions.changed_bytes
-    # The other way round, into files made of spares.
+    # Fetch the first revision again. It copies chunks from the second one, into files made of spares.
     tier.evict(revisions.first.digest)
     source = Stopping(tmp_path / "first")
     with Cache([tier]).open(revisions.first, source) as lease:
@@ -158,7 +158,7 @@ def test_a_realm_does_not_use_what_another_one_has_fetched(tmp_path: Path, revis
     tier, other = revisions.tiers[0], revisions.first.with_realm(OTHER)
     weights = tier.folder(revisions.first.digest) / "files" / "model.safetensors"
     with weights.open("r+b") as stream:
-        # Simulates bytes with the same digests, which no check would find.
+        # Write other bytes. They stand for bytes with the same digests, which no check would find.
         stream.seek(CHUNK_BYTES)
         stream.write(b"poison")
     assert revisions.fetch_first(OTHER) == revisions.first.total_bytes
@@ -239,7 +239,7 @@ def test_a_revision_whose_header_is_longer_is_fetched_whole(tmp_path: Path, revi
 
 
 class Tagged(Stopping):
-    """A store that gives every object the version `tag`, and says that this tells its bytes, as S3 and the hub do."""
+    """A store that gives every object the version `tag`, and says that the version depends only on the bytes, as S3 and the hub do."""
 
     versioned_by_content = True
 
@@ -290,7 +290,7 @@ def test_a_web_servers_versions_do_not_say_that_bytes_are_the_same(tmp_path: Pat
     make(tmp_path / "first")
     revise(tmp_path / "first", tmp_path / "second", "t3")
     cache = Cache([Tier(tmp_path / "tier", ROOMY)])
-    # All objects of this server have the same ETag.
+    # All objects of this server have the same ETag, so equal ETags must not count as equal bytes.
     with FaultServer(tmp_path) as server:
         for name in ("first", "second"):
             url = f"{server.url}/{name}"
@@ -359,6 +359,6 @@ def test_the_credentials_of_the_gateway_make_another_realm_than_those_of_a_funct
     ours = realm_of("s3://bucket/a")
     assert ours != realm_of("s3://bucket/a", {"AWS_ACCESS_KEY_ID": "gateway"})
     assert ours == realm_of("s3://bucket/b", {"HF_TOKEN": "function"})
-    # The operator may change their own, and the cache is still theirs.
+    # If the operator changes the gateway's own credentials, the realm stays the same, and the cache stays useful.
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
     assert ours == realm_of("s3://bucket/a")

@@ -1,4 +1,4 @@
-"""A tier: its room, evictions that make room, snapshots that are never evicted, and the leftovers of a crash."""
+"""A tier: its budget, evictions, snapshots that are never evicted, spare files, and what a crash leaves behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIBC = ctypes.CDLL(None)
 LIBC.mmap.restype = ctypes.c_void_p
 LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-# Linux has it since 4.17, and Python since 3.13.
+# Linux has this flag since 4.17, and Python's `mmap` since 3.13.
 MAP_FIXED_NOREPLACE = 0x100000
 
 
@@ -55,7 +55,7 @@ def digests(*sources: tuple[Path, Manifest]) -> set[str]:
 
 @pytest.fixture(params=["tmpfs", "disk"])
 def tier(request: pytest.FixtureRequest, shm: Path, tmp_path: Path) -> Tier:
-    """Room for two of the three snapshots."""
+    """A tier with room for two of the three snapshots."""
     root = shm if request.param == "tmpfs" else tmp_path
     return Tier(root / "tier", 2 * MIB + (64 << 10), request.param)
 
@@ -67,7 +67,7 @@ def test_the_least_recently_used_goes_first(tier: Tier, sources: list[tuple[Path
     one, two, three = sources
     pull(tier, one)
     pull(tier, two)
-    # It is now the most recently used.
+    # The first snapshot is used again, so the second one is the least recently used.
     pull(tier, one)
     pull(tier, three)
     assert ready(tier) == digests(one, three)
@@ -215,7 +215,8 @@ def test_a_lock_that_nobody_lets_go_of_is_named(tier: Tier) -> None:
 
 
 def test_a_wait_that_is_given_up_locks_no_other_file(tmp_path: Path) -> None:
-    """The thread that waits may call flock only after the caller gave up and closed its descriptor."""
+    """The thread that waits may call flock only after the caller gave up and closed its descriptor. The number of this descriptor
+    may then belong to another file."""
     reached, go_on = threading.Event(), threading.Event()
 
     def hold_back(frame: Any, event: str, argument: Any) -> None:
@@ -239,7 +240,7 @@ def test_a_wait_that_is_given_up_locks_no_other_file(tmp_path: Path) -> None:
             (waiter,) = set(threading.enumerate()) - before
             assert reached.wait(20)
             go_on.set()
-            # It waits for the lock now, or has locked the other file and ended.
+            # The thread must wait for the lock now. If it had locked the other file, it would have ended.
             waiter.join(0.2)
             assert waiter.is_alive()
             assert try_lock(other.fileno(), exclusive=True)
@@ -298,7 +299,7 @@ def test_spares_are_kept_within_their_limit_and_the_budget(
 def test_a_spare_is_never_of_a_snapshot_that_is_mapped(
     shm: Path, sources: list[tuple[Path, Manifest]]
 ) -> None:
-    """Else a new snapshot's bytes would show in the tensors of an old one."""
+    """Otherwise the tensors of the old snapshot would show the bytes of the new one."""
     tier = Tier(shm / "tier", MIB + (64 << 10), "tmpfs", spare_bytes=4 * MIB)
     with Cache([tier]).open(sources[0][1], FolderSource(sources[0][0])) as lease:
         lease.wait(LIMIT_S)
@@ -358,7 +359,7 @@ def test_who_reads_without_waiting_sees_zeros_and_never_the_spares_old_bytes(
             assert bytes(mapping.flats[0].numpy()) == new
         assert [mapping.flats[0].data_ptr() for mapping in (early, late)] == addresses
         first.wait(LIMIT_S)
-    # The mapping alone keeps the bytes, and writes to it stay in it.
+    # Without the leases, a mapping alone keeps its bytes, and a write to one mapping does not change the other.
     del first, second, lease
     early.flats[0][:5] = 7
     assert bytes(early.flats[0].numpy()) == b"\7" * 5 + new[5:]
@@ -366,7 +367,7 @@ def test_who_reads_without_waiting_sees_zeros_and_never_the_spares_old_bytes(
 
 
 def mapped_at(address: int, size_bytes: int) -> tuple[int, int] | None:
-    """Map new memory at an address. Return its pages: the first byte, and how many. None if some are mapped already."""
+    """Map new memory over the pages of these bytes. Return its address and its size in bytes; None if a page is mapped already."""
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     count = -(-(address + size_bytes - begin) // mmap.PAGESIZE) * mmap.PAGESIZE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
@@ -377,7 +378,7 @@ def mapped_at(address: int, size_bytes: int) -> tuple[int, int] | None:
 def test_a_mapping_that_is_gone_is_not_shown_anything(
     shm: Path, sources: list[tuple[Path, Manifest]]
 ) -> None:
-    """Other memory may have its addresses by then."""
+    """When a chunk lands, other memory may have the addresses of a mapping that is gone. No chunk may be written there."""
     tier = Tier(shm / "tier", MIB + (64 << 10), "tmpfs")
     stopping = Stopping(sources[0][0], stop_at=CHUNK_BYTES)
     with Cache([tier]).open(sources[0][1], stopping) as lease:
@@ -386,7 +387,7 @@ def test_a_mapping_that_is_gone_is_not_shown_anything(
             address, size_bytes = mapping.flats[0].data_ptr(), mapping.flats[0].numel()
             del mapping
             gc.collect()
-            # Another thread of these tests may have been faster.
+            # If another thread of the tests has mapped memory there first, try again.
             if taken := mapped_at(address, size_bytes):
                 break
         assert taken

@@ -1,4 +1,4 @@
-"""Files of torch.save: tensors are read, tied ones once, and code never runs."""
+"""Files of torch.save: their tensors are read, tied tensors only once, and code in them never runs."""
 
 from __future__ import annotations
 

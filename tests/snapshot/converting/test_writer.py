@@ -1,4 +1,4 @@
-"""Written files are read by the safetensors library bit for bit; sharded, cast, in bounded memory."""
+"""The safetensors library reads written files bit for bit, also several shards and cast tensors."""
 
 from __future__ import annotations
 

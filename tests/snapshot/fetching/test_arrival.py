@@ -37,7 +37,7 @@ def test_waiting_for_many_chunks_looks_at_each_of_them_once() -> None:
     arrival = Watched(Manifest.build(chunk_bytes=CHUNK_BYTES, shards=(shard,), tensors=()))
     waiter = threading.Thread(target=arrival.wait, args=(0, CHUNKS - 1, 60.0))
     waiter.start()
-    # A look before the wait, and a look at its beginning.
+    # `wait` looks once before it blocks, and once when it begins to block.
     for _ in range(2):
         assert arrival.looks.acquire(timeout=30)
     for chunk in range(CHUNKS - 1):
@@ -46,7 +46,8 @@ def test_waiting_for_many_chunks_looks_at_each_of_them_once() -> None:
     arrival.land(CHUNKS - 1)
     waiter.join(60)
     assert not waiter.is_alive()
-    # At each landing, the chunk that landed and the next one. From the first one on, it would be two millions.
+    # At each landing, the wait looks at the chunk that landed and at the next one. If it began at the first chunk each
+    # time, it would look at two million chunks.
     assert arrival.looked_at == 2 * CHUNKS
     assert arrival.complete
 
@@ -97,7 +98,7 @@ def test_each_chunk_is_told_once_to_listeners_and_views_early_and_late() -> None
     assert [one.told for one in views] == [[1, 0, Path("/moved"), 2], [Path("/moved"), 0, 1, 2]]
     total = 2 * CHUNK_BYTES + 100
     assert done == [(0, total), (CHUNK_BYTES, total), (2 * CHUNK_BYTES, total), (total, total)]
-    # After the last chunk, nothing is kept that holds memory or files.
+    # After the last chunk, the arrival drops its views and listeners, which may keep memory or files in use.
     assert not arrival._views + arrival._on_land  # type: ignore[operator]
 
 

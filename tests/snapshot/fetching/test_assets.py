@@ -1,4 +1,4 @@
-"""Assets in the cache: there before the weights, verified, part of what is published."""
+"""Assets in the cache: they are there before the weights, verified, and published with the weights."""
 
 from __future__ import annotations
 

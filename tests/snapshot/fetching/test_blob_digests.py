@@ -1,4 +1,4 @@
-"""Digests of blobs: compared whatever the order in which their chunks arrive, and before the last one lands."""
+"""Digests of blobs: they are compared before the last chunk lands, in whatever order the chunks arrive."""
 
 from __future__ import annotations
 

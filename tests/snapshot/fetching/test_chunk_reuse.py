@@ -1,4 +1,4 @@
-"""Copying chunks that are presumed elsewhere: right chunks are kept, and a wrong chunk ends the copying."""
+"""Copying chunks from a file that presumably has them: right chunks are kept, and many wrong chunks end the copying."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK, COUNT = 64 << 10, 200
 
 
 class Presumed:
-    """A snapshot of random bytes, and a file in which some of its chunks are not as presumed."""
+    """A snapshot of random bytes, and a file that presumably has its chunks. `spoil` changes chunks of the file."""
 
     def __init__(self, folder: Path) -> None:
         self.data = os.urandom(COUNT * CHUNK)

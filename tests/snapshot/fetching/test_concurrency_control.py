@@ -1,4 +1,4 @@
-"""Concurrency control, against sources given by two numbers: the rate of one connection, and the rate of all."""
+"""Concurrency control with simulated sources. A source has two rates: of one connection, and of all connections together."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def simulate(
     busy: float = 0.4,
     opening_s: float = 0.0,
 ) -> list[int]:
-    """Run `control` on a source of `each` bytes/s a connection, `shared` in all; the connections at every update.
+    """Run `control` on a source that sends `each` bytes/s per connection, but at most `shared` bytes/s in total. Return the number
+    of connections after each update.
 
-    New connections bring nothing for `opening_s`.
+    New connections receive nothing for `opening_s`.
     """
     now_s, received, seen, opened = latency_s, 1.0, [], [(-opening_s, control.connections)]
     control.add_latency(latency_s)

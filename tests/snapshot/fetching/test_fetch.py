@@ -1,4 +1,4 @@
-"""Fetches from sources that break off, stall, corrupt and change: complete and right, or an error that says what is not."""
+"""Fetches from sources that break off, stall, corrupt and change: a fetch is complete and right, or its error says what is wrong."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Ask:
 
 
 class FaultySource:
-    """Objects in memory, read a few kilobytes at a time; `fault` sees every range asked for."""
+    """Objects in memory, of which a read returns at most 10,000 bytes. `fault` is called with each request for a range."""
 
     url = "memory"
 
@@ -238,7 +238,7 @@ def test_faults_that_pass_are_healed_bit_for_bit(
         elif kind == "refuse":
             ask.refused = SourceUnavailable("Busy.", details={"retry_after_s": 0.001})
         elif kind == "flip" and chunk not in flipped:
-            # A second flip in the same chunk would be corruption.
+            # Flip only one bit in each chunk: after a second wrong digest, the fetch reports corruption.
             flipped.add(chunk)
             ask.flips_at = at
 
@@ -273,8 +273,8 @@ def test_silent_connections_are_given_up_and_their_ranges_fetched_by_others(tmp_
 
 
 class TwoTurns(FaultySource):
-    """The first connection asks for everything; its answer waits until the second one has asked for a part of it. The
-    answer to that waits until the first connection is closed."""
+    """A source whose first connection is asked for all bytes. Its answer waits until the second connection is asked for a part of
+    them. The second answer waits until the first connection is closed."""
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__(objects, self._turn)
@@ -378,7 +378,7 @@ def test_another_version_with_the_digests_of_the_manifest_is_no_change(tmp_path:
 
 @pytest.mark.parametrize("info", [ObjectInfo(10 * CHUNK, "v2"), ObjectInfo(10 * CHUNK - 1, "v1")])
 def test_one_odd_answer_on_a_used_connection_is_no_change(tmp_path: Path, info: ObjectInfo) -> None:
-    """It may be the second answer to an earlier request, so a new connection repeats the request."""
+    """The odd answer may be a second answer to an earlier request, so a new connection repeats the request."""
     objects, manifest = snapshot_of(10 * CHUNK)
 
     def fault(ask: Ask) -> None:
@@ -450,7 +450,7 @@ def test_what_a_thread_waits_for_is_fetched_next(tmp_path: Path) -> None:
     def fault(ask: Ask) -> None:
         if ask.number == 3:
             waits = threading.Event()
-            # The fetch registered its own listener before, so that is called before.
+            # The fetch registered its own listener earlier, so it knows the demand before `waits` is set.
             arrival.on_demand(lambda first, last: waits.set())
             waiter.start()
             assert waits.wait(20)

@@ -1,4 +1,4 @@
-"""Ranges: every byte is in one place, whatever is taken, split, put back, demanded or asked for again."""
+"""Ranges: each byte has been read, or is in exactly one part or waiting range, whatever is taken, split, put back or demanded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def everything(manifest: Manifest) -> Ranges:
 
 
 class RangesMachine(RuleBasedStateMachine):
-    """Connections that take, read, fail, split and finish in any order, on a few small shards."""
+    """Takes, reads, splits, demands and finishes parts of a few small shards in any order, as connections do."""
 
     @initialize(sizes=st.lists(st.integers(0, 5 * CHUNK), min_size=1, max_size=3), seed=st.integers(0, 99))
     def start(self, sizes: list[int], seed: int) -> None:
@@ -66,7 +66,7 @@ class RangesMachine(RuleBasedStateMachine):
         half = self.ranges.split(least, margin)
         if half is not None:
             assert longest is not None
-            # What a read in progress may still receive stays with the part.
+            # A read in progress may still receive `margin` bytes, so the part keeps at least these.
             assert longest.end >= longest.at + margin
             assert half.end - half.at >= least
 
@@ -107,7 +107,7 @@ class RangesMachine(RuleBasedStateMachine):
         assert all(all(shard) for shard in seen)
 
     def teardown(self) -> None:
-        """After any sequence of steps, the fetch can be brought to its end."""
+        """Check that after any sequence of steps, the fetch can be completed."""
         if not hasattr(self, "ranges"):
             return
         while not self.ranges.idle:
@@ -171,7 +171,7 @@ def test_a_part_is_split_in_the_middle_of_what_is_unread() -> None:
 
 
 class Racing(Part):
-    """A part that its connection reads on just when it is cut."""
+    """A part whose connection receives more bytes at the moment in which the part is cut."""
 
     def __setattr__(self, name: str, value: int) -> None:
         if name == "end" and value == 4 * CHUNK:

@@ -15,7 +15,7 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import Manifest, NeededPart
 
 NAME = "model.safetensors"
-# Longer than a tick of the clock of files.
+# Longer than a tick of the clock of file times. After this time, `file_version` returns a version.
 TICKED_S = 0.03
 
 
@@ -30,7 +30,7 @@ def stored(tmp_path: Path) -> tuple[Path, Manifest]:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of each shard that is read."""
+    """A list of the indices of the shards that were read."""
     found, read = list[int](), ComparedShards._read
     monkeypatch.setattr(
         ComparedShards, "_read", lambda self, number, file: found.append(number) or read(self, number, file)
@@ -100,7 +100,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_other_bytes_are_refused_with_the_name_and_the_remedy(
     stored: tuple[Path, Manifest], how: str, times: str
 ) -> None:
-    """A program that resets the time of the last write, as `cp -p` and `rsync -t` do, is noticed too."""
+    """A change is noticed even if a program resets the time of the last write, as `cp -p` and `rsync -t` do."""
     (change, fault), (root, manifest) = CHANGES[how], stored
     shards, before = ComparedShards(root, manifest, {}), (root / NAME).stat().st_mtime_ns
     shards.check()

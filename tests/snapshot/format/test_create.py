@@ -188,7 +188,7 @@ def test_too_many_files_are_no_assets(tmp_path: Path) -> None:
         create(tmp_path)
 
 
-# -- over sources that are no folders
+# -- sources that are not folders
 
 
 class Elsewhere:

@@ -85,7 +85,7 @@ def test_results_come_in_the_jobs_order_whoever_is_first(readers: int) -> None:
             if index == 2:
                 last.set()
             elif index == 0 and readers > 1:
-                # Ends after jobs that began later.
+                # This job ends only when a later job has begun, so the jobs do not end in order.
                 assert last.wait(10)
             return index
 

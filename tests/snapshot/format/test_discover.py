@@ -1,4 +1,4 @@
-"""Weights without a manifest beside them, over real sockets: the first fetch makes one, and later ones use it."""
+"""Weights without a manifest beside them, over real sockets: the first fetch makes a manifest, and later fetches use it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def cache(tmp_path: Path) -> Cache:
 
 
 def brought(lease: Lease, weights: Path) -> FetchStats:
-    """Wait for the lease; every byte must be there, and the manifest must describe the files."""
+    """Wait for the lease. Check that every byte is there and that the manifest describes the files. Return the statistics."""
     lease.wait(LIMIT_S)
     for name in (*SHARDS, "config.json", "1_Pooling/config.json"):
         assert (lease.root / name).read_bytes() == (weights / name).read_bytes()
@@ -236,9 +236,10 @@ def test_a_pull_into_a_folder_leaves_an_ordinary_snapshot(
 
 
 def test_the_same_url_at_another_server_is_another_snapshot(cache: Cache, tmp_path: Path) -> None:
-    """A function may name the endpoint. Its weights must not pass for other functions' weights in the node's cache."""
+    """A function may choose the server of the hub (HF_ENDPOINT). Weights from this server must not pass for the weights of other
+    functions in the node's cache."""
     commit = "5" * 40
-    # Everything that the headers, the sizes and the ETags tell is the same.
+    # Both servers have the same headers, sizes and ETags. Only the values of the tensors differ.
     files = [save({"a": torch.full((100_000,), value)}) for value in (1.0, 2.0)]
     about = json.dumps({"sha": commit, "siblings": [{"rfilename": "model.safetensors"}]}).encode()
     seen = []
@@ -287,7 +288,7 @@ def test_a_manifest_of_a_cache_is_refused_at_a_source(server: FaultServer, tmp_p
 
 
 def test_a_page_that_lists_a_folder_is_not_read(tmp_path: Path) -> None:
-    """The gateway asks for the usual names. Another name must be in the URL."""
+    """The gateway asks only for the usual names. If the file has another name, the URL must name it."""
     save_file({"a": torch.ones(1000)}, tmp_path / "any name.safetensors")
     content = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     content[""] = b'<a href="any%20name.safetensors">any name.safetensors</a>'

@@ -1,4 +1,4 @@
-"""Element types: small floats, packed floats and the rest come through every step bit for bit, or are named."""
+"""Element types: each type, also small and packed floats, passes every step bit for bit, or an error names it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_what_the_library_saves_is_restored(
 
 def test_every_type_passes_every_step(tmp_path: Path) -> None:
     tensors = {name.lower(): random(dtype, 3, 8) for name, dtype in TORCH.items()}
-    # Neither contiguous nor at the start of its storage: torch itself cannot copy two elements in a byte.
+    # This tensor is neither contiguous nor at the start of its storage. torch cannot make it contiguous, because torch
+    # cannot copy elements that share a byte.
     tensors["turned"] = random(torch.float4_e2m1fn_x2, 8, 6).t()[1:]
     torch.save(tensors, tmp_path / "m.pt")
     convert(tmp_path / "m.pt", tmp_path / "converted")
@@ -138,7 +139,7 @@ def test_a_type_that_torch_lacks_is_kept_and_named(
     snapshot.open()
     with pytest.raises(SnapshotMismatch, match="'odd'"):
         snapshot.load("odd")
-    # Casting reads the values.
+    # A cast reads the values, so it is refused, too.
     with pytest.raises(SnapshotError, match="'odd'"):
         convert(root, tmp_path / "cast", dtype="bf16")
 

@@ -1,4 +1,4 @@
-"""Headers: valid ones are read back, invalid ones refused with the tensor's name, and none crashes."""
+"""Headers: a valid header is read back, and an invalid one is refused with the tensor's name. No header causes a crash."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_corrupted_bytes_never_crash(layout: dict[str, Any], changes: list[tuple
     try:
         parse_header(bytes(text), file="x", file_bytes=8 + len(text) + data_bytes)
     except HeaderError as error:
-        # The message can be printed.
+        # Raises if the message cannot be printed.
         str(error).encode()
 
 
@@ -145,7 +145,7 @@ def test_a_header_is_read_as_the_library_reads_it(
     [
         # The format forbids a key that occurs twice. Readers differ in the entry that counts.
         '{"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "t": {"dtype": "I32", "shape": [2], "data_offsets": [0, 8]}}',
-        # The format knows no lists and no objects here. The library reads them because its parser reads all Rust structs so.
+        # The format allows no list or object in these places. The library reads them, because its parser accepts them for any Rust type.
         '{"t": ["F32", [2], [0, 8]]}',
         '{"t": {"dtype": {"F32": null}, "shape": [2], "data_offsets": [0, 8]}}',
         # No module can have a tensor with such a name or such a shape. The limits keep messages and manifests short.
@@ -287,7 +287,8 @@ def test_a_file_that_is_no_weights_is_named_as_what_it_is(
 
 
 def test_a_header_as_long_as_a_page_begins_is_no_page(tmp_path: Path) -> None:
-    """The length may be any bytes. Only a file that cannot be read is something else."""
+    """A file begins with the header's length. The length may look like the first bytes of gzip, so only a file that cannot be read
+    is named as gzip."""
     text = json.dumps({"t": entry()}).encode().ljust(int.from_bytes(b"\x1f\x8b\x08", "little"))
     (tmp_path / "f.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     assert read_header(FolderSource(tmp_path), "f.safetensors").tensors[0].name == "t"
@@ -308,7 +309,7 @@ def test_no_tensors_is_a_sound_file() -> None:
 def test_sizes_and_shapes_are_the_librarys(
     tmp_path_factory: pytest.TempPathFactory, dtype: str, shape: list[int], more: int
 ) -> None:
-    """The safetensors library takes the same files, and gives the same shapes in torch."""
+    """Compare with the safetensors library: it accepts the same files, and gives the same shapes in torch."""
     data_bytes = max(0, (DTYPES[dtype].size_bytes(shape) or 1) + more)
     text = json.dumps({"t": entry(dtype, shape, [0, data_bytes])}).encode()
     path = tmp_path_factory.getbasetemp() / "types.safetensors"
@@ -333,7 +334,7 @@ def _torch_shape(file: Any) -> tuple[int, ...] | None:
     try:
         return tuple(file.get_tensor("t").shape)
     except SafetensorError:
-        # Rows that do not fill whole bytes.
+        # The library cannot make a tensor whose rows do not fill whole bytes.
         return None
 
 

@@ -23,7 +23,7 @@ CHUNK = 4096
 
 
 def plain(**changes: Any) -> dict[str, Any]:
-    """The JSON of a small valid manifest: one shard of two chunks, two tensors, one alias."""
+    """Return the JSON of a small valid manifest with these changes: one shard of two chunks, two tensors, one alias."""
     return {
         "version": 1,
         "algorithm": "xxh3-128",
@@ -58,7 +58,7 @@ def assets(count: int, size_bytes: int) -> list[dict[str, Any]]:
 
 
 def many_chunks() -> list[dict[str, Any]]:
-    """Two shards that are each within the limit, and together over it."""
+    """Return two shards. Each has fewer chunks than the limit, but together they have more."""
     count = (1 << 18) + 1
     shard = {"size_bytes": count * CHUNK, "data_offset_bytes": 100, "chunks": ["0" * 32] * count}
     return [{"name": name, **shard} for name in "ab"]
@@ -237,7 +237,7 @@ def test_the_digest_is_of_the_weights_not_of_their_history() -> None:
 
 
 def parts(*chunks: tuple[int, int]) -> Manifest:
-    """A manifest of two shards, one with three chunks and one with two. Without `chunks`, all are needed."""
+    """Return a manifest of two shards, one with three chunks and one with two. `chunks` is its part; without it, all are needed."""
     shards = [
         {"name": name, "size_bytes": size, "data_offset_bytes": 8, "chunks": ["a" * 32] * -(-size // CHUNK)}
         for name, size in (("one", 2 * CHUNK + 5), ("two", CHUNK + 7))
@@ -266,7 +266,7 @@ def test_a_part_of_disorderly_chunks_is_refused(chunks: list[tuple[int, int]]) -
 def test_digests_are_known_once_each_chunk_that_is_needed_has_one() -> None:
     observed = {"url": "http://weights/m", "versions": ["v1"]}
     manifest = parse(plain(observed=observed))
-    # One chunk of the plain manifest has the digest that stands for an unknown one.
+    # The first chunk of the plain manifest has UNKNOWN_DIGEST. Only in an observed manifest does it mean an unknown digest.
     assert parse(plain()).has_digests
     assert not manifest.has_digests
     assert manifest.with_chunks(["b" * 32, "a" * 32]).has_digests

@@ -89,7 +89,7 @@ def test_another_key_is_not_accepted(folder: Path, manifest: Manifest, text: byt
         manifest, other.to_json(), signer
     )
     assert "not an accepted key" in refused(manifest, text, other.signer)
-    # The signature of one key with the name of another.
+    # Combine the signature of one key with the name of another key.
     forged = other.model_copy(update={"signer": signer})
     assert "a signature of another manifest" in refused(manifest, forged.to_json(), signer)
 
@@ -126,7 +126,7 @@ def test_a_file_of_any_length_is_read_within_its_limit(
     assert long is not None
     assert len(long) == MAX_SIGNATURE_BYTES + 1
     assert f"a signature file of over {MAX_SIGNATURE_BYTES} bytes" in refused(manifest, long, signer)
-    # A manifest that cannot be signed costs no request.
+    # This manifest cannot be signed, so `find_signature` does not ask the source for its signature.
     assert find_signature(FolderSource(folder / "weights"), make(tmp_path)) is None
 
 

@@ -33,7 +33,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def needed(manifest: Manifest, name: str, cut: tuple[int, int, int] | None) -> set[tuple[int, int]]:
-    """Return the chunks of a tensor's bytes, as pairs of shard and position, from each element's offset."""
+    """Compute the chunks of a tensor or its slice from the offsets of the elements. Return them as pairs (shard, chunk)."""
     tensor = next(tensor for tensor in manifest.tensors if tensor.name == name)
     offsets = torch.arange(tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes).view(
         ROWS, COLUMNS, 4
@@ -41,7 +41,7 @@ def needed(manifest: Manifest, name: str, cut: tuple[int, int, int] | None) -> s
     if cut is not None:
         dim, rank, world = cut
         offsets = offsets.chunk(world, dim)[rank]
-    # A row is shorter than a chunk: its first byte and its last one are in all its chunks.
+    # A row is shorter than a chunk, so each of its chunks has its first or its last byte.
     ends = torch.cat([offsets[:, 0, 0], offsets[:, -1, -1]])
     return {(tensor.shard, chunk) for chunk in (ends // CHUNK_BYTES).tolist()}
 

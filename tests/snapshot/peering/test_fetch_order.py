@@ -21,7 +21,8 @@ NODES = "abcde"
 
 
 class Cluster:
-    """Nodes that join a line, each message of theirs at any time. Some messages are lost, and some nodes have gone."""
+    """Nodes that join the fetch order. Their messages are sent in any order. `lost` has the pairs (sender, receiver) whose messages
+    are lost."""
 
     def __init__(self, lost: set[tuple[str, str]]) -> None:
         self.standings = {node: LineAnswer(node) for node in NODES}
@@ -30,7 +31,7 @@ class Cluster:
         self._lost = lost
 
     def joining(self, node: str) -> Generator[str | None]:
-        """Join. Yield before each message: the node that must have chosen first, or None."""
+        """Let a node join. Before each message, yield the node that must have chosen its position before it answers, or None."""
         self.standings[node] = LineAnswer(node, choosing=True)
         found: dict[str, LineAnswer] = {}
         for other in self._reached(node, NODES):
@@ -47,7 +48,7 @@ class Cluster:
         return [other for other in others if other != node and (node, other) not in self._lost]
 
     def run(self, data: st.DataObject, begun_late: set[str]) -> None:
-        """Run all nodes in any order; nodes in `begun_late` start once the others have ended."""
+        """Run all nodes in any order. Nodes in `begun_late` start only when all other nodes have joined."""
         waiting = {node: (self.joining(node), None) for node in NODES if node not in begun_late}
         late = {node: (self.joining(node), None) for node in NODES if node in begun_late}
         while waiting or late:

@@ -1,4 +1,4 @@
-"""Nodes that take chunks from each other: real sockets and files, one bucket that counts, and peers that fail or lie."""
+"""Nodes take chunks from each other, over real sockets. A bucket counts what it serves, and some peers fail or lie."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Nodes = Callable[..., list[Node]]
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """Make nodes that know each other and themselves, and take the chunks of small snapshots, too."""
+    """Return a function that makes nodes. Each node knows the URLs of all nodes, also its own. Small snapshots are taken, too."""
     monkeypatch.setattr(peering, "LEAST_BYTES", 0)
     with ExitStack() as opened:
 
@@ -140,7 +140,7 @@ def test_who_comes_later_asks_no_bucket(nodes: Nodes, tmp_path: Path, algorithm:
     for node in (second, third):
         assert node.fetch(manifest, denying) == (0, manifest.total_bytes)
         check(node.tier.folder(manifest.digest) / "files", folder)
-    # The third has taken chunks from both.
+    # The third node has taken chunks from both other nodes.
     assert first.server.served_bytes > manifest.total_bytes
     assert second.server.served_bytes > 0
 
@@ -297,7 +297,7 @@ def test_a_chunk_that_has_not_landed_is_not_lent(nodes: Nodes, weights: tuple[Pa
         lease.arrival.on_demand(lambda *chunks: demanded.append(chunks))
         with pytest.raises(SourceUnavailable), node.served_chunks.lent(manifest.digest, position.ticket, 9):
             pass
-        # The node's own workers say what is next.
+        # A request of a peer is not a demand: only the node's own workers decide which chunk is fetched next.
         assert demanded == []
         assert node.ask(f"/v1/chunks/{manifest.digest}/whole/2")[0] == 404
     assert node.ask(f"/v1/chunks/{manifest.digest}/{position.ticket}/2")[0] == 404
@@ -325,7 +325,7 @@ def test_another_realm_gets_no_bytes_of_equal_weights(
     with first.open(manifest, Stopping(folder, stop_at=5 * CHUNK_BYTES)) as lease:
         lease.arrival.wait(0, 3, LIMIT_S)
         assert second.fetch(other, Stopping(folder)) == (manifest.total_bytes, 0)
-        # Nor are they told by the ticket of the fetch.
+        # With the ticket of the fetch, the other realm gets no bytes either.
         position = first.served_chunks.position_of(manifest.digest, settled=True).position
         assert position is not None
         assert first.ask(f"/v1/chunks/{other.digest}/{position.ticket}/0")[0] == 404
@@ -335,7 +335,7 @@ def test_another_realm_gets_no_bytes_of_equal_weights(
 
 @contextmanager
 def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The URL of something else that listens there. `answer` gets each connection."""
+    """Listen in place of a peer. Yield the URL, and call `answer` with each connection."""
     with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as opened:
 
         def accept() -> None:
@@ -376,7 +376,7 @@ def trickles(connection: socket.socket) -> None:
 
 
 def trickles_a_head(connection: socket.socket) -> None:
-    """Say that a chunk comes, at 50 bytes a second, without end."""
+    """Send the head of an answer with a chunk at 50 bytes a second, without end."""
     with suppress(OSError):
         while b"/v1/line/" in connection.recv(4096):
             connection.sendall(IN_LINE)
@@ -386,7 +386,7 @@ def trickles_a_head(connection: socket.socket) -> None:
 
 
 def boasts(connection: socket.socket) -> None:
-    """Say each time that a byte more has landed."""
+    """Answer each request for a chunk with 503, and claim each time that one more byte has landed."""
     with suppress(OSError):
         for landed_bytes in counting(1):
             asked = connection.recv(4096)

@@ -1,4 +1,4 @@
-"""The manifest of an artifact is bounded: a registry that a deployer names chooses its bytes. Its files are found in its layers."""
+"""The manifest of an artifact is bounded, because any registry may send it. The files of an artifact are found in its layers."""
 
 from __future__ import annotations
 

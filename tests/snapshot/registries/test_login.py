@@ -1,4 +1,4 @@
-"""Logins for registries: where docker and podman keep them, which of several counts, and what cannot be used."""
+"""Logins for registries: where docker and podman keep them, which one is used if there are several, and what cannot be used."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ echo '{"ServerURL": "ghcr.io", "Username": "helped", "Secret": "hush"}'
     (folder / "config.json").write_text(json.dumps({"auths": auths, "credsStore": "tests"}))
     users = [find_login(name, "net", {}, Access()).user for name in ("ghcr.io", "other")]
     assert users == ["helped", "in the file"]
-    # A secret of a function must not have a program run.
+    # A secret of a function must not make this process run a program.
     secret = {"DOCKER_AUTH_CONFIG": (folder / "config.json").read_text()}
     assert find_login("ghcr.io", "net", secret, Access()).user == "in the file"
     assert find_login("ghcr.io", "net", {}, Access(own_only=True)).user == ""

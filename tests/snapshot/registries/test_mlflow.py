@@ -1,4 +1,4 @@
-"""Versions of models in MLflow's registry as snapshots: with the server, in a folder, in S3; and what is refused.
+"""Versions of models in MLflow's registry as snapshots: their files are on the server, in a folder or in S3.
 
 The same tests run against a double of the server and, with `-m slow`, against a real server, if MLFLOW names `mlflow`.
 """
@@ -39,7 +39,7 @@ HUSH = "hush-of-mlflow"
 
 @pytest.fixture(autouse=True)
 def _bare(bare_environment: None) -> None:
-    """No variable of this machine."""
+    """Remove the variables of this machine."""
 
 
 @pytest.fixture(scope="module", params=["double", pytest.param("real", marks=pytest.mark.slow)])
@@ -104,7 +104,7 @@ class TestMlflowSource(SourceTests):
 
 
 def test_the_server_answers_as_the_tests_expect(tracking: Models) -> None:
-    """The answers on which the source relies, of the double and of a real server."""
+    """Check the answers on which the source relies, so that the double gives the same answers as a real server."""
     location = tracking.upload({"a.txt": b"abc", "d/b.txt": b"b"})
     version, folder = tracking.add("answers", location, "prod"), location.removeprefix("mlflow-artifacts:/")
     status, answer = tracking.ask(f"{API}/registered-models/alias", name="answers", alias="prod")
@@ -199,13 +199,13 @@ def test_a_folder_is_read_for_the_gateways_own_server_alone(double: Models, tmp_
         error = refused(url, {"MLFLOW_TRACKING_URI": double.url})
         assert isinstance(error, SourceDenied)
         assert str(tmp_path) not in error.message
-        # The tracking server itself may be reached.
+        # This rule allows the address of the tracking server, so the refusal is due to the location in its answer.
         here = Access(addresses=Addresses.of(["127.0.0.1/32"]))
         assert isinstance(refused(url, access=here), SourceDenied)
 
 
 def test_a_store_is_read_with_the_functions_secrets(double: Models) -> None:
-    """Another source reads the store. If the function has named the server, the gateway's credentials are not used there."""
+    """Another source reads the store. If the function has named the server, the gateway's credentials are not used for the store."""
     with mlflow_double() as (store, _):
         folder = store.upload(FILES).removeprefix("mlflow-artifacts:/")
         url = f"mlflow://web/{double.add('web', f'{store.url}{ARTIFACTS}/{folder}')}"

@@ -53,7 +53,7 @@ CODE = {"train.py": b"print()", **FILES, "README.md": b"# net"}
 
 @pytest.fixture(autouse=True)
 def _bare(bare_environment: None) -> None:
-    """No login of this machine."""
+    """Remove the logins of this machine."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ class TestOciSource(SourceTests):
 
 
 class TestArchives(SourceTests):
-    """The same files, the small ones with others in one archive, the large one in another."""
+    """The same files in two archives: the large file in one, and the small files in the other."""
 
     @pytest.fixture
     def source(self, opened: Registry) -> OciSource:
@@ -197,7 +197,7 @@ def test_the_same_layer_under_another_tag_is_not_fetched_again(opened: Registry,
 def test_a_damaged_layer_is_named_and_nothing_is_published(
     opened: Registry, tmp_path: Path, archived: bool
 ) -> None:
-    """The damage is in the values of a tensor, which no other check sees."""
+    """The damage is in the values of a tensor, so only the digest of the layer shows it."""
     weights = save({"a": torch.rand(2_500_000)})
     data = tar_of({"first": b"1", "model.safetensors": weights}) if archived else weights
     kind, name = (f"{WEIGHT_TYPE}.tar", "") if archived else (f"{WEIGHT_TYPE}.raw", "model.safetensors")
@@ -212,7 +212,7 @@ def test_a_damaged_layer_is_named_and_nothing_is_published(
     cache = Cache([Tier(tmp_path / "tier", 64 << 20)])
     with pytest.raises(SnapshotCorrupt, match=digest(data)), cache.open(manifest, source) as lease:
         lease.wait(30)
-    # Once the registry is repaired, the bytes that were taken before do not count.
+    # After the repair of the registry, the bytes that were fetched before must not be used.
     opened.damage(weights if not archived else data, 0)
     path = next(opened._root.rglob(f"{digest(data)[7:]}/data"))
     path.write_bytes(data)
@@ -238,7 +238,7 @@ def test_a_damaged_small_layer_and_a_damaged_manifest_are_named(opened: Registry
 
 
 class _Dying(OciConnection):
-    """Kills its process after `left_bytes` bytes of all connections."""
+    """Kills its process when all connections together have received `left_bytes` bytes."""
 
     left_bytes = 0
 
@@ -251,7 +251,7 @@ class _Dying(OciConnection):
 
 
 def pull_and_die(url: str, folder: Path, after_bytes: int) -> None:
-    """Fork a process that downloads, and that is killed after this number of bytes of weights."""
+    """Fork a process that downloads, and that kills itself after `after_bytes` bytes of weights."""
     source = OciSource(url)
     manifest = find_manifest(source)
     child = os.fork()
@@ -325,12 +325,12 @@ def test_the_login_is_the_functions_or_that_of_the_gateway(
     wrong = refused(url, {"DOCKER_AUTH_CONFIG": auth_file(found.host, password="wrong")})
     assert isinstance(wrong, SourceDenied)
     assert "DOCKER_AUTH_CONFIG" in wrong.message
-    # docker's file, podman's, and the variable: each in turn counts before those of the earlier lines.
+    # Set docker's file, then podman's file, and below the variable. Each of them takes precedence over the earlier ones.
     for name, value in (("DOCKER_CONFIG", tmp_path), ("REGISTRY_AUTH_FILE", tmp_path / "podman.json")):
         monkeypatch.setenv(name, str(value))
         (value / "config.json" if value.is_dir() else value).write_text(auth_file(found.host))
         assert find_manifest(open_source(url)).total_bytes == len(WEIGHTS)
-        # They do not count for a function that is not trusted, or that has a secret of its own.
+        # The files are not used for a function that is not trusted, or that has its own secret.
         with pytest.raises(SourceDenied):
             OciSource(url, access=Access(own_only=True)).names()
         assert isinstance(refused(url, {"DOCKER_AUTH_CONFIG": "{}"}), SourceDenied)
@@ -368,7 +368,8 @@ def test_a_public_repository_needs_no_login(signed: Registry) -> None:
 
 @contextmanager
 def before(found: Registry) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
-    """Yield the host of a registry that redirects requests for blobs to a store, and what was requested of both.
+    """Run a registry that redirects requests for blobs to a store. Yield its host, and a list with the server and the login
+    of each request.
 
     The store is another server, and refuses requests with a login, as stores do whose URLs are signed.
     """
@@ -453,7 +454,8 @@ LISTS = b"[" + b"[]," * 800_000 + b"[]]"
 
 @contextmanager
 def answering(answers: dict[str, bytes]) -> Iterator[str]:
-    """Serve each answer to paths that begin with its key, or a challenge to a path whose answer is empty."""
+    """Run a server, and yield its host. It answers a path with the text whose key begins the path, or with a challenge if the text
+    is empty."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -45,7 +45,7 @@ CHUNK_BYTES = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _small_and_bare(bare_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No login of this machine, small chunks, and short waits before a retry."""
+    """Remove the logins of this machine, and set small chunks and short waits before a retry."""
     monkeypatch.setattr(upload, "CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(retries, "FIRST_DELAY_S", 0.001)
 
@@ -199,7 +199,7 @@ class _QuietServer(ThreadingHTTPServer):
 
 
 class Front:
-    """A server before a registry, which spoils requests. `faults` maps a method to what happens to its next requests:
+    """A server in front of a registry, which spoils requests. `faults` maps a method to what happens to its next requests:
 
     "busy"  the response is 503
     "half"  the registry gets half of the body, and the client no response
@@ -214,7 +214,7 @@ class Front:
         self.uploads_at = ""
         """The origin of the URLs of uploads; "" for that of the request."""
         self.other_login = ""
-        """The login that the registry gets with requests at `other`."""
+        """The login that replaces the client's login in requests to the host `other`."""
         self.sent_bytes = 0
         self.logins: list[tuple[str, str | None]] = []
         """The host and the login of each request."""
@@ -311,7 +311,7 @@ def before(found: Registry, **faults: list[str]) -> Iterator[Front]:
 def test_a_push_goes_on_after_failures(
     opened: Registry, tmp_path: Path, faults: dict[str, list[str]], most_bytes: int
 ) -> None:
-    # Other faults have other weights, since the registry keeps all of them.
+    # Use other weights for each case, because the registry keeps the layers of earlier cases.
     seed = crc32(repr(faults).encode())
     folder, manifest = weights(tmp_path / "here", seed)
     with before(opened, **faults) as front:
@@ -341,7 +341,7 @@ def test_a_registry_that_names_no_upload_is_an_error(opened: Registry, tmp_path:
 
 
 def test_a_redirect_does_not_prove_that_a_blob_is_there(opened: Registry, tmp_path: Path) -> None:
-    """The reader follows redirects of HEAD with GET, and finds the blob or not."""
+    """If the registry redirects HEAD, the push reads the first byte of the blob to find out whether the blob is there."""
     folder, manifest = weights(tmp_path / "here", seed=3)
     with before(opened, HEAD=["moved"] * 6) as front:
         url = f"oci://{front.host}/org/redirected:v1"
@@ -394,7 +394,7 @@ def refused(folder: Path, manifest: Manifest, url: str, secrets: dict[str, str])
 
 
 def test_the_login_does_not_go_to_another_server_that_takes_uploads(closed: Registry, tmp_path: Path) -> None:
-    """The other server needs no login, as storage does whose URLs are signed."""
+    """The other server needs no login from the client, like a store whose URLs are signed."""
     folder, manifest = weights(tmp_path / "here")
     with before(closed) as front:
         front.uploads_at = f"http://{front.other}"

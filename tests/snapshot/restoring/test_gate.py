@@ -1,4 +1,4 @@
-"""Executing while loading: an operation waits for its own bytes, and the answer is the one of the whole model."""
+"""A module runs while its weights arrive: an operation waits for its own bytes only, and the answer equals that of the whole model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHUNK_BYTES = 4096
 
 
 class Tied(nn.Module):
-    """Embedding, two layers used in the reverse of their names' order, and a head that is the embedding."""
+    """An embedding that is also the head, two layers that run in the reverse order of their names, and a layer that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Tied(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.a(torch.relu(self.b(self.table(tokens))))
-        # A weight that is used outside of the module that owns it.
+        # Use a weight outside of the module that owns it.
         return nn.functional.linear(hidden, self.table.weight)
 
 
@@ -107,7 +107,7 @@ def test_each_operation_waits_for_its_own_bytes_and_no_others(save: Save) -> Non
         middle = (unused.offset_bytes + unused.size_bytes // 2) // CHUNK_BYTES
         # No operation needed the tensor, so no wait requested its chunks.
         assert not found.arrival.landed(middle)
-        # The first thing waited for was two rows of the table, not the table.
+        # The first wait was for a chunk with a row of the table, and not for the whole table.
         table = names["table.weight"]
         row = (table.offset_bytes + 3 * 64 * 4) // CHUNK_BYTES
         assert found.demanded[0] == (row, row)
@@ -121,7 +121,8 @@ def test_each_operation_waits_for_its_own_bytes_and_no_others(save: Save) -> Non
 def test_a_gate_of_several_snapshots_waits_for_what_is_read_of_each(
     tmp_path: Path, order: tuple[int, int]
 ) -> None:
-    """Also for rows with indices in another snapshot. The indices must land before the rows to wait for are known."""
+    """An operation may read rows of one snapshot at indices of another. The gate must wait for the indices first: only they say
+    which rows are read."""
     indices, table, unused = torch.tensor([7, 200]), torch.randn(256, 64), torch.randn(64, 64)
     both = []
     for name, tensors in (("base", {"indices": indices, "unused": unused}), ("style", {"table": table})):
@@ -238,7 +239,7 @@ def test_memory_read_without_an_operation_is_waited_for(
 
 
 class Casting(nn.Module):
-    """Weights that are copied and cast before they are used: operations that say they may return their argument."""
+    """Copies and casts its weights before it uses them. The schemas of these operations say that they may return their argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +279,7 @@ def test_a_thread_that_is_started_inside_waits_for_everything(save: Save) -> Non
         lander = threading.Thread(target=lambda: [found.land(chunk) for chunk in range(found.arrival.count)])
         with torch.no_grad(), Gate(Unlanded(found.mapping, found.arrival)):
             found._threads.append(lander)
-            # Chunks land only once they are waited for, and in another thread.
+            # When a thread waits for a chunk, another thread lands all chunks.
             found.arrival.on_demand(lambda *_: lander.is_alive() or plain_start(lander))
             other = threading.Thread(target=lambda: answers.append(module(tokens)))
             other.start()

@@ -1,4 +1,4 @@
-"""Quantised weights: classes of tensors made of others, and parameters with more than their values, are restored."""
+"""Quantised weights are restored: tensors that are made of other tensors, and parameters that have a state beside their values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Save = Callable[..., tuple[Path, Manifest]]
 
 
 class Quantised(torch.Tensor):
-    """Numbers of 8 bits with a scale for each row, in the manner of torchao. The values exist nowhere."""
+    """Numbers of 8 bits with a scale for each row, in the manner of torchao. The values are computed at each use and not stored."""
 
     numbers: torch.Tensor
     scale: torch.Tensor
@@ -54,7 +54,7 @@ class Quantised(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return Quantised(args[0].numbers, args[0].scale, args[0].zero)
         plain = [one.values() if isinstance(one, Quantised) else one for one in args]
-        # Some of these classes do it like this: the dispatch does not see the calls within.
+        # Some of these classes call functions like this. The gate does not see the calls on the inner tensors then.
         with torch._C._DisableTorchDispatch():
             return func(*plain, **(kwargs or {}))
 
@@ -64,7 +64,7 @@ class Quantised(torch.Tensor):
 
 
 class Packed(nn.Parameter):
-    """Two numbers in a byte, and a state without which they mean nothing, in the manner of bitsandbytes."""
+    """Two numbers in each byte, and a state that is needed to decode them, in the manner of bitsandbytes."""
 
     state: dict[str, torch.Tensor] | None
 
@@ -162,7 +162,7 @@ def test_tied_weights_made_of_tensors_stay_tied(save: Save) -> None:
 
 
 class Older(torch.Tensor):
-    """One made of a tensor, without the protocol that says so."""
+    """A tensor that is made of another tensor, but lacks `__tensor_flatten__`, which would name the other tensor."""
 
     inside: torch.Tensor
 
@@ -190,7 +190,7 @@ def test_an_operation_waits_for_what_its_weight_is_made_of(save: Save, older: bo
     mapping = Mapping(root, manifest, arrival=arrival)
     model = nn.Sequential(quantised_linear("meta", 40, 600))
     restore(make_plan(model, manifest), mapping)
-    # The bytes are shown when they land, and they land when a thread waits for them.
+    # Chunks land when a thread waits for them. Until then, the mapping does not show their bytes.
     arrival.on_demand(lambda first, last: [arrival.land(chunk) for chunk in range(first, last + 1)] and None)
     given = torch.rand(2, 600)
     with Gate(Unlanded(mapping, arrival)):

@@ -66,7 +66,7 @@ def test_the_files_of_a_mapping_are_closed_with_it(save: Save) -> None:
     flats = mapping.flats
     del mapping
     gc.collect()
-    # The map object keeps a descriptor of its own.
+    # Only the descriptor of the `mmap` object stays open, because `flats` still use the object.
     assert count_open(root / manifest.shards[0].name) == 1
     assert flats[0].numel() == manifest.total_bytes
 

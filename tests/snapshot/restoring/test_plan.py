@@ -1,4 +1,4 @@
-"""Plans: modules matched with snapshots, every misfit named; and restored, bit for bit, private to each process."""
+"""Plans match modules with snapshots, or name every misfit. Weights are restored bit for bit, and are private to each process."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_any_name_of_a_tied_weight_will_do(save: Save, name: str) -> None:
     module = nn.ModuleDict({"a": a, "b": b, "c": nn.ModuleDict({"inner": a})})
     _, manifest = save({name: torch.ones(3, 3)})
     (step,) = make_plan(module, manifest).steps
-    # The module a, which is also c.inner, and the module b.
+    # The weight has two slots: one in module a, which is also c.inner, and one in module b.
     assert len(step.slots) == 2
 
 
@@ -187,7 +187,7 @@ def test_a_lazy_module_is_an_error(save: Save) -> None:
 
 
 def bag(tensors: dict[str, torch.Tensor]) -> nn.Module:
-    """A module with these tensors as buffers, on meta."""
+    """Return a module with buffers like these tensors, on the meta device."""
     module = nn.Module()
     for name, tensor in tensors.items():
         module.register_buffer(name, torch.empty_like(tensor, device="meta"))
@@ -201,7 +201,7 @@ def restored(tensors: dict[str, torch.Tensor], root: Path, manifest: Manifest) -
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child; its exit status."""
+    """Run `work` in a forked child. Return the child's exit status."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -246,7 +246,7 @@ def test_shards_are_restored(tmp_path: Path) -> None:
 def test_every_dtype_is_restored(save: Save, name: str) -> None:
     dtype = getattr(torch, DTYPES[name].torch_name or "")
     values = torch.arange(6).reshape(2, 3)
-    # torch converts no numbers to two elements in a byte.
+    # torch cannot convert numbers to F4, which has two elements in a byte.
     tensor = values.to(torch.uint8).view(dtype) if name == "F4" else values.to(dtype)
     module = restored(
         {"pad": torch.ones(3, dtype=torch.int8), "t": tensor},
@@ -310,7 +310,8 @@ def test_parameters_keep_what_the_skeleton_says_of_them(save: Save) -> None:
 
 
 def test_a_restored_module_can_be_trained(save: Save) -> None:
-    # Views of one base share a version counter: BatchNorm's in-place statistics would break backward.
+    # Views of one base share a version counter. If the restored tensors were such views, BatchNorm would make `backward` fail,
+    # because it changes its statistics in place.
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     root, manifest = save(module.state_dict())
     restore(make_plan(module, manifest), Mapping(root, manifest))
@@ -327,7 +328,7 @@ def test_a_write_is_seen_by_nobody_else(save: Save) -> None:
     tensors = {"t": torch.zeros(5000)}
     root, manifest = save(tensors)
     before = (root / "model.safetensors").read_bytes()
-    # One restored before the fork, and so shared by address with the child; one restored in the child alone.
+    # `shared` is restored before the fork, so it has the same address in the child. `own` is restored only in the child.
     shared = restored(tensors, root, manifest)
 
     def write() -> None:
@@ -423,7 +424,7 @@ class Scaled(nn.Parameter):
 
 
 class Marked(torch.Tensor):
-    """A class for buffers."""
+    """A subclass of tensors, for a buffer."""
 
 
 def test_subclasses_of_parameters_and_of_buffers_survive(save: Save) -> None:
@@ -501,7 +502,7 @@ def adapted() -> nn.Sequential:
 def halves(
     save: SaveIn, prefix: str = "base_model.model."
 ) -> tuple[dict[str, Supply], dict[str, torch.Tensor]]:
-    """A base and an adapter for `adapted`, and all their tensors by the module's names."""
+    """Return a base and an adapter for `adapted`, and all their tensors by the module's names."""
     state = adapted().state_dict()
     _, base = save("base", {name: tensor for name, tensor in state.items() if "lora" not in name})
     _, style = save("style", {prefix + name: tensor for name, tensor in state.items() if "lora" in name})
@@ -556,7 +557,7 @@ def test_a_tensor_that_two_snapshots_have_is_refused_unless_one_gives_way(
     error = misfits(adapted(), supplies)
     assert "1 tensor is in several of them (1.bias in base and style)" in error.message
     assert r'ignore={"base": [r"^1\."]}' in error.remedy
-    # A snapshot without the tensor cannot give way. The pattern applies to the name in the snapshot.
+    # The remedy ignores the tensor in a snapshot that has it, so not in `another`. Its pattern has the name in the snapshot.
     _, other = save_in("another", {"x.y": torch.ones(1)})
     more = {"another": Supply(other, ignore=["^x"]), "tune": supplies["style"], "style": supplies["style"]}
     error = misfits(adapted(), more)
@@ -569,7 +570,7 @@ def test_a_tensor_that_two_snapshots_have_is_refused_unless_one_gives_way(
         for name, plan in make_plans(module, chosen).items():
             restore(plan, Mapping(tmp_path / name, chosen[name].manifest))
         assert torch.equal(module[1].bias, state["1.bias"] + more)
-    # If both give way, neither is chosen.
+    # If both snapshots ignore the tensor, neither is chosen, and the error names both.
     both = {name: Supply(one.manifest, one.prefix, [r"1\.bias$"]) for name, one in supplies.items()}
     assert "1.bias in base and style" in misfits(adapted(), both).message
 
@@ -592,7 +593,8 @@ def test_the_prefix_of_an_adapter_is_proposed(save_in: SaveIn) -> None:
 @given(st.data())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_each_tensor_comes_from_the_one_snapshot_that_has_it(save_in: SaveIn, data: st.DataObject) -> None:
-    """However the tensors are spread: a complete spread restores all, any other is refused with every name."""
+    """Spread the tensors over three snapshots. If each tensor is in exactly one, all are restored. Otherwise the error names each
+    tensor that is missing or in several."""
     state = {name: tensor for name, tensor in net().state_dict().items() if tensor.dim()}
     labels = ["a", "b", "c"]
     owners = {name: data.draw(st.sets(st.sampled_from(labels))) for name in state}

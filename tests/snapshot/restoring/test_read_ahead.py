@@ -57,7 +57,7 @@ def readers() -> list[threading.Thread]:
 
 
 def have_ended() -> bool:
-    """Wait for the threads that read."""
+    """Wait for the threads that read. Return True if all have ended."""
     for thread in readers():
         thread.join(60)
     return not readers()
@@ -85,7 +85,7 @@ def test_what_is_in_memory_is_not_read(cold: tuple[Path, Manifest]):
 def test_a_part_that_is_missing_is_noticed(cold: tuple[Path, Manifest]):
     root, manifest = cold
     mapping = Mapping(root, manifest)
-    # The kernel reads some MiB around it.
+    # The kernel reads some MiB around this byte, but not the whole file.
     assert mapping.flats[0][0] > 0
     assert not in_memory(manifest, mapping.flats)
 

@@ -55,7 +55,7 @@ def test_weights_of_another_type_are_converted_once_for_all_forks(tmp_path: Path
     total, read_kb, written_kb = forked(plan, tmp_path, writes=True)
     assert (total, read_kb) == (wanted, 0)
     assert written_kb >= WIDTH * WIDTH * 4 // 1024
-    # Without the file, a second conversion would fail.
+    # The file has only zeros now, so a second conversion would give another sum.
     (tmp_path / "model.safetensors").write_bytes(bytes((tmp_path / "model.safetensors").stat().st_size))
     assert forked(plan, tmp_path) == (wanted, 0, 0)
 

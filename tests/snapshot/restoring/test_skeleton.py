@@ -1,4 +1,4 @@
-"""Skeletons: weights on meta, computed buffers real, answers as from_pretrained."""
+"""Skeletons: their weights are on the meta device, and computed buffers are real. Restored ones answer as from_pretrained does."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_initialising_meta_does_nothing_and_real_as_ever(init: str) -> None:
 
 @pytest.mark.parametrize("std", [0.5, 1.0, 5.0])
 def test_truncated_normals_of_real_tensors_are_drawn(std: float) -> None:
-    # `trunc_normal_` draws values outside the bounds again, in scratch tensors of its own.
+    # `trunc_normal_` draws values outside the bounds again, in its own scratch tensors. For a real tensor, these must be real.
     with skeleton():
         position = nn.Parameter(torch.zeros(1000))
         nn.init.trunc_normal_(position, std=std, a=-1, b=1)
@@ -128,7 +128,7 @@ def test_a_rotary_embedding_keeps_its_frequencies() -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters made in every common way, batch statistics, and layers with their own ways."""
+    """Has parameters made in every common way, batch statistics, and layers that make their parameters in other ways."""
 
     def __init__(self) -> None:
         super().__init__()

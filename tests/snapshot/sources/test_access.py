@@ -32,7 +32,7 @@ def access(*networks: str, own_only: bool = True) -> Access:
 
 
 class Recorder(BaseHTTPRequestHandler):
-    """Redirects to the query's `to`, else sends a body. The server keeps the headers of each request."""
+    """Redirects to the URL in the query `to`. Without it, sends a body. The server keeps the headers of each request."""
 
     server: Recording
 
@@ -116,7 +116,7 @@ def test_an_allowed_network_is_connected_to_without_a_proxy(monkeypatch: pytest.
     def resolve_ours(host: str, *rest: Any, **more: Any) -> Any:
         return resolve("127.0.0.2" if host == "weights.example" else host, *rest, **more)
 
-    # The connections of a proxy cannot be checked.
+    # This proxy must not be used, because the addresses to which a proxy connects cannot be checked.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(socket, "getaddrinfo", resolve_ours)
     with recording("127.0.0.2") as server:

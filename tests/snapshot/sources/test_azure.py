@@ -74,7 +74,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def secrets(endpoint: str) -> dict[str, str]:
-    """What a function needs to read with the account's key."""
+    """The secrets with which a function reads with the account's key."""
     return {
         "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": KEY, "AZURE_STORAGE_ENDPOINT": endpoint,
     }  # fmt: skip
@@ -97,7 +97,7 @@ def filled(endpoint: str) -> AzureStore:
 
 
 def create_container(endpoint: str) -> None:
-    """obstore makes no containers, and the request has to be signed with the account's key."""
+    """Create container `weights` with a request that is signed with the account's key, because obstore cannot create containers."""
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
     said = "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
     text = "PUT" + "\n" * 12 + said + f"/{ACCOUNT}/{ACCOUNT}/weights\nrestype:container"

@@ -53,7 +53,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 @contextmanager
 def black_hole(address: str, port: int) -> Iterator[None]:
-    """Let connections to this address wait for ever: the queue of those to be accepted is full."""
+    """Let connections to this address wait for ever: the listener accepts none, and its queue is full."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind((address, port))
@@ -211,7 +211,7 @@ def test_a_host_that_never_answers_is_unavailable(
 def test_addresses_of_a_family_that_the_kernel_does_not_have_are_passed_over(
     names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Such a kernel was started with ipv6.disable=1. This one has no AppleTalk.
+    # A kernel that was started with ipv6.disable=1 lacks a family. This kernel lacks AppleTalk, which stands for that family.
     with pytest.raises(OSError, match="not supported"):
         socket.socket(socket.AF_APPLETALK, socket.SOCK_STREAM)
     with socket.create_server((GOOD, 0)) as listener, socket.create_server(("127.0.0.2", 0)) as taken:

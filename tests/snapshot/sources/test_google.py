@@ -145,7 +145,7 @@ def url_of(server: ThreadingHTTPServer) -> str:
 
 
 def account(server: ThreadingHTTPServer, private_key: str) -> dict[str, str]:
-    """The secrets of a function with a service account."""
+    """Return the secrets of a function with a service account."""
     key = {
         "type": "service_account", "project_id": "p", "private_key_id": "1", "private_key": private_key,
         "client_email": "fn@p.iam.gserviceaccount.com", "token_uri": f"{url_of(server)}/token",
@@ -193,7 +193,7 @@ def test_a_service_account_of_a_function_signs_in_and_its_token_is_renewed(
     connection = source.connect()
     connection.begin("f", 0, 10)
     assert google.issued == 1  # type: ignore[attr-defined]
-    # The token is revoked in the middle of a fetch: the next request brings another one.
+    # The token is revoked in the middle of a fetch. The next request gets 401, so the source requests another token.
     google.issued = 5  # type: ignore[attr-defined]
     connection.begin("f", 10, 5000)
     buffer = memoryview(bytearray(4990))

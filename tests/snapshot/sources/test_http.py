@@ -99,7 +99,7 @@ def test_names_that_lead_out_are_refused_unasked(plain: FaultServer, name: str) 
 
 
 def test_a_tag_or_a_date_is_compared_and_no_condition_sent(server: FaultServer) -> None:
-    """Some servers refuse each condition. The answer's version tells the same."""
+    """The source sends no If-Match, which some servers refuse. It compares the version of the answer instead."""
     for etag in ("strong", "weak", None):
         server.faults = Faults(etag=etag)
         source = HttpSource(server.url)
@@ -170,7 +170,7 @@ def test_a_response_sent_twice_is_not_taken_for_the_next_one(server: FaultServer
             try:
                 data = read(connection, begin, begin + size)
             except SourceUnavailable as error:
-                # The second copy arrived after the next request was sent.
+                # The second copy of an earlier answer arrived after this request was sent, so the source refused it.
                 refused.append(error.message)
                 data = read(connection, begin, begin + size)
             assert data == DATA[begin : begin + size]
@@ -284,7 +284,7 @@ def test_what_has_come_is_handed_over_while_the_rest_is_late(server: FaultServer
 
 
 def test_all_reading_ends_at_the_time_that_the_access_has(tmp_path: Path) -> None:
-    """Also of a server that is never silent, and without further attempts."""
+    """This holds also for a server that is never silent. After that time, the source makes no further attempts."""
     (tmp_path / "large").write_bytes(bytes(1 << 20))
     with FaultServer(tmp_path, Faults(bytes_per_s=2000)) as slow:
         begun_s = time.monotonic()
@@ -347,7 +347,7 @@ def test_close_ends_a_read_that_waits_in_another_thread(stall_at: int | None, tl
 
 
 def descriptors() -> int:
-    # Garbage of earlier tests may have some open.
+    # Collect the garbage of earlier tests, which may keep descriptors open.
     gc.collect()
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
@@ -374,7 +374,7 @@ def test_close_at_any_moment_leaks_no_descriptor(plain: FaultServer) -> None:
         reader.join(10)
         assert not reader.is_alive()
     deadline = threading.Event()
-    # The server's descriptors are in this process too, and close a moment later.
+    # Wait for the server, which is in this process and closes its descriptors a moment later.
     for _ in range(200):
         if descriptors() <= before:
             break

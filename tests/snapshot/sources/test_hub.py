@@ -1,4 +1,4 @@
-"""The Hugging Face hub as a source, against a server with its interface, which the hub's own client is a test of."""
+"""The Hugging Face hub as a source, against a server with its interface. One test checks this server with the hub's own client."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_the_token_may_be_the_functions_or_that_of_the_login(
     login.mkdir()
     (login / "token").write_text(f"{TOKEN}\n")
     assert find_manifest(open_source("hf://org/private")).total_bytes == len(WEIGHTS)
-    # A function that names another hub must not get the gateway's token sent there.
+    # If a function names another hub, the gateway's token must not be sent to that hub.
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.asked.clear()
     refused("hf://org/private", {"HF_ENDPOINT": hub.endpoint})

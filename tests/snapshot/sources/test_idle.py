@@ -1,4 +1,4 @@
-"""Connections that are kept: used again for the same source, and for no other; never stale, never many."""
+"""Idle connections: they are used again for the same source only. A stale one is not used, and only a few are kept."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_redirects_lead_to_is_asked_on_connections_of_its_own_server(server
     with FaultServer({}, Faults(redirect=f"{server.url}/")) as front:
         source = HttpSource(front.url)
         with pytest.MonkeyPatch.context() as patch:
-            # Both connections are kept: each request goes to the first server anew.
+            # Let the source forget the redirect, so that each request goes to the first server again. Both connections are kept.
             patch.setattr(source, "note", lambda name, location: None)
             for name in "abc":
                 ask(source, name)
@@ -108,7 +108,7 @@ def test_only_a_few_are_kept_and_only_for_a_while(
         assert read(connection, "a") == FILES["a"]
     for connection in used:
         connection.release()
-    # A timer that leaves younger connections starts the next one before it ends.
+    # Wait for all timers. A timer that leaves younger connections starts the next timer before it ends.
     while timers := {one for one in threading.enumerate() if isinstance(one, threading.Timer)} - before:
         timers.pop().join(LIMIT_S)
     assert server.connections == MOST_IDLE + 3
@@ -150,7 +150,7 @@ def test_a_body_that_was_not_read_to_its_end_is_not_mixed_into_the_next(server: 
 
 
 def test_what_is_not_verified_is_read_over_a_new_connection(server: FaultServer) -> None:
-    # The second answer comes with the next request.
+    # The server sends its answer for "b" once more when the next request comes on the same connection.
     server.faults = lambda request: Faults(late_share=float(request.name == "b"))
     source = HttpSource(server.url)
     ask(source, "b")
@@ -221,6 +221,6 @@ def test_fetches_of_one_source_share_their_connections(tmp_path: Path) -> None:
                 lease.wait(LIMIT_S)
             counts.append(server.connections)
         asked = [request.name for request in server.requests if request.name.endswith(".json")]
-    # A fetch may want more of them than were kept, but not all anew.
+    # A fetch may need more connections than were kept, but it must not open all of them anew.
     assert counts[2] < 3 * counts[0]
     assert sorted(asked) == sorted(3 * [asset.name for asset in manifest.assets])

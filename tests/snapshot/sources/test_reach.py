@@ -1,4 +1,4 @@
-"""What the URLs of each scheme reach: a server of any scheme leads no reader to a disk, a network or an identity that is not its own.
+"""What the URLs of each scheme reach: no server may lead a reader to this disk, to another network or to the identity of others.
 
 A new scheme needs an entry in `hostile_of`: how a function names its own server, and all that this server may answer.
 """
@@ -44,14 +44,14 @@ def _nothing_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Hostile:
-    """A server of a scheme that a function has named: the function's URL and secrets, and the places in its answers."""
+    """A server that a function has named for a scheme: the function's URL and secrets, and the answers of the server."""
 
     url: str
     secrets: Mapping[str, str]
     theirs: Mapping[str, str]
     """The variables of the gateway's own identity."""
     answer: Callable[[str], object] = lambda target: {"url": target}
-    """Returns what the server answers to lead to `target`."""
+    """Returns the answer with which the server leads a reader to `target`."""
 
 
 def hostile_of(name: str, server: str) -> Hostile:
@@ -86,7 +86,7 @@ def filled(variables: Mapping[str, str], word: str) -> dict[str, str]:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every request in the same way, and keeps their heads."""
+    """Answers every request in the same way, and keeps the heads of the requests."""
 
     def __init__(self, host: str) -> None:
         super().__init__((host, 0), Handler)
@@ -162,7 +162,7 @@ def test_no_server_leads_to_the_disk_or_to_another_network(
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_no_server_gets_an_identity_that_is_not_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the gateway's, where the function has named the server, nor the function's on another server."""
+    """The function has named the server, so no server may get the gateway's identity. Only the named server may get the function's."""
     with serving() as server, serving("127.0.0.2") as other:
         hostile = hostile_of(name, server.url)
         for one in SCHEMES:
@@ -187,7 +187,7 @@ def test_no_server_gets_an_identity_that_is_not_its_own(name: str, monkeypatch: 
 def test_a_server_that_a_url_names_gets_no_identity_of_the_gateway(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The function has no secrets, so a source may use the gateway's identity, for the servers that the gateway names."""
+    """The function has no secrets, so a source may use the gateway's identity, but only for servers that the gateway's settings name."""
     with serving() as server, serving("127.0.0.2") as other:
         for one in SCHEMES:
             for variable, value in hostile_of(one, other.url).theirs.items():
@@ -203,7 +203,7 @@ def test_a_server_that_a_url_names_gets_no_identity_of_the_gateway(
         monkeypatch.setenv("PILOTFLAME_OCI_PLAIN_HTTP", server.url.removeprefix("http://"))
         read_all_of(hostile_of(name, server.url).url, {}, ANY)
         assert [head for head in server.seen if THEIRS in plain(head)] == []
-        # The URLs of other schemes name no server.
+        # Check that the server was reached, if a URL of the scheme names a server and needs no TLS.
         assert server.seen or name not in ("http", "oci")
 
 
@@ -237,7 +237,7 @@ def test_a_server_leads_only_where_its_row_says(name: str, tmp_path: Path) -> No
             open_source(url, {f"{scheme.identity.families[0]}X": "own"}, disk)
 
 
-# The modules that may use a name, so that no source has a disk, an identity or a connection in its own way.
+# For each name, the only modules that may use it. So no source opens a disk or a connection, or finds an identity, in its own way.
 ALONE = {
     "FolderSource": {"locate.py", "folder.py"},
     "open_source": {"locate.py"},

@@ -37,7 +37,7 @@ def test_it_goes_on_where_it_broke_off(monkeypatch: pytest.MonkeyPatch) -> None:
         buffer = bytearray(len(DATA))
         assert HttpSource(server.url).read_into("f", 0, memoryview(buffer)) == len(DATA)
         assert buffer == DATA
-    # The server counts the bytes after they are sent.
+    # Compare only when the server has stopped, because it counts bytes after it has sent them.
     assert sum(request.sent for request in server.requests) == len(DATA), "a byte came twice"
 
 
@@ -46,7 +46,7 @@ def test_a_failed_start_is_retried(server: FaultServer) -> None:
     buffer = bytearray(10)
     assert HttpSource(server.url).read_into("f", 5, memoryview(buffer)) == 10
     assert buffer == DATA[5:15]
-    # The requests of stat and of the range, with three failures each.
+    # `stat` and the range need four requests each: three failures and a success.
     assert len(server.requests) == 8
 
 

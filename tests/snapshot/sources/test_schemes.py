@@ -29,7 +29,7 @@ def test_a_row(name: str) -> None:
     module, _, kind = scheme.opener.partition(":")
     opened = getattr(import_module(f"pilotflame.snapshot.{module}"), kind)
     assert [method for method in METHODS if not callable(getattr(opened, method, None))] == []
-    # Its secrets are kept from other sources, and are a part of the realm.
+    # The secrets of the scheme are kept from other sources, and are a part of the realm.
     assert set(scheme.identity.families) <= set(FAMILIES)
     assert realm_of(url) != ""
     for beginning in scheme.identity.families:

@@ -173,7 +173,7 @@ def test_bytes_behind_an_answer_are_not_taken_for_the_next_one() -> None:
 
 @contextmanager
 def flipping(target: str, flip_at: int) -> Iterator[str]:
-    """Relay the first connection to `target`, and flip one bit of the byte `flip_at` that it answers."""
+    """Relay the first connection to `target`, and flip one bit in byte `flip_at` of the target's answers. Yield the URL of the relay."""
     port = int(target.rpartition(":")[2])
     listener = socket.create_server(("127.0.0.1", 0))
 

@@ -1,4 +1,4 @@
-"""The same as with the simulated device, on a CUDA device. The last tests need none: they record what is called."""
+"""Repeats tests of the simulated device on a CUDA device. The last tests need no device: they replace torch and record its calls."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_parking_gives_the_memory_back(stored: tuple[nn.Module, Path, Manifest])
 
 
 class Noted(torch.Tensor):
-    """A tensor of the host that notes for which streams its memory is recorded."""
+    """A tensor in host memory that notes the streams of all calls of `record_stream`."""
 
     notes: ClassVar[list[Any]] = []
 
@@ -130,7 +130,7 @@ class Noted(torch.Tensor):
 
 
 class Scripted:
-    """The names of torch that cuda.py uses, on the host. `overrides` take the place of names of torch.cuda."""
+    """Takes the place of torch in cuda.py, and allocates in host memory. `overrides` replace names of torch.cuda."""
 
     def __init__(self, **overrides: Any) -> None:
         nothing = nullcontext()
@@ -141,7 +141,7 @@ class Scripted:
             OutOfMemoryError=torch.cuda.OutOfMemoryError,
         )  # fmt: skip
         vars(self.cuda).update(overrides)
-        # That of torch 2.11.
+        # Like torch.accelerator of torch 2.11, it has no function that empties the cache of pinned memory.
         self.accelerator = SimpleNamespace()
 
     def empty(self, size: int, **options: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Parking gives the memory of a device back, and unparking restores what was there, also what the handler has changed."""
+"""Parking gives the memory of a device back. Unparking restores the weights, with the changes that the handler has made."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ X = torch.ones(2, WIDTH)
 
 
 class Net(nn.Module):
-    """Layers, one of which is converted, and a buffer that no snapshot has."""
+    """Layers, of which the last is converted from another dtype, and a buffer that the snapshot does not fill."""
 
     scale: torch.Tensor
 
@@ -94,7 +94,7 @@ def test_the_memory_is_given_back_and_the_answers_stay(stored: tuple[Path, Manif
     for _ in range(20):
         assert snapshots.park() == before
         assert held_bytes(net) == 0
-        # A second time does nothing.
+        # A second `park` frees nothing.
         assert snapshots.park() == 0
         snapshots.unpark()
         assert torch.equal(answer(net, snapshots), wanted)
@@ -121,7 +121,7 @@ def test_operations_that_still_run_read_the_weights_before_their_memory_is_given
 def test_what_the_handler_has_changed_is_kept_also_for_the_second_time(stored: tuple[Path, Manifest]) -> None:
     net, snapshots = restored(stored)
     with torch.no_grad():
-        # Without a version counter, in place, by a permutation, in a converted tensor, and of a buffer.
+        # Change a weight without its version counter, permute a weight in place, and change a converted weight and a buffer.
         net.layers[3].weight.data.mul_(2)
         net.layers[7].weight.copy_(net.layers[7].weight.flip(0))
         net.last.weight[0, 0] += 1
@@ -179,7 +179,7 @@ def test_an_unpark_that_fails_can_be_tried_again(stored: tuple[Path, Manifest]) 
 
 
 def test_changes_of_what_an_unpark_that_fails_has_copied_are_kept(tmp_path: Path) -> None:
-    """The last shard is truncated. The handler changes a weight of the first one, and is parked again."""
+    """The unpark fails because the last shard is truncated. The handler changes a tensor of the first shard, and is parked again."""
     torch.manual_seed(0)
     tensors, last = Net().state_dict(), "last.weight"
     save_file({name: tensor for name, tensor in tensors.items() if name != last}, tmp_path / "a.safetensors")

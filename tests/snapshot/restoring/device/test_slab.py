@@ -15,7 +15,7 @@ def contiguous(begin: int, count: int, dtype: torch.dtype = torch.float32) -> El
 
 
 def sliced(begin: int, rows: int, width: int, world: int, dtype: torch.dtype = torch.float32) -> Elements:
-    """The last of `world` slices of columns."""
+    """Return the elements of the last of `world` slices of the columns."""
     cut, size = width // world, dtype.itemsize
     first = begin + (width - cut) * size
     reach = (rows - 1) * width + cut if rows and cut else 0
@@ -36,7 +36,7 @@ def stored_bytes(where: Elements, file: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def wanted(draw: st.DrawFn) -> tuple[list[Wanted], list[str]]:
-    """Tensors in up to three shards, one behind the other, with gaps; some are converted. And an order of first touch."""
+    """Draw tensors and an order of first touch. The tensors are in up to three shards, with gaps. Some are slices or converted."""
     tensors = []
     ends = [0, 0, 0]
     for number in range(draw(st.integers(0, 12))):
@@ -55,7 +55,7 @@ def wanted(draw: st.DrawFn) -> tuple[list[Wanted], list[str]]:
 
 
 def manifest_of(first_touch: list[str]) -> Manifest:
-    """All that a layout reads of a manifest."""
+    """Return a manifest that has only the field that a layout reads."""
     return Manifest.model_construct(first_touch=tuple(first_touch))
 
 
@@ -99,7 +99,7 @@ def test_every_byte_is_copied_once_to_an_aligned_place_of_its_own(
             group, at = groups[number]
             assert at % ALIGN_BYTES == 0
             assert torch.equal(raws[group][at : at + len(stored)], stored)
-            # A piece may not write where the device puts what it has converted.
+            # The device writes the converted tensor there, so no piece may be copied to this place.
             assert not copied[offset : offset + tensor.size_bytes].any()
     assert taken.numel() == 0 or taken.max() <= 1
 
@@ -138,7 +138,7 @@ def test_many_small_tensors_are_one_copy_and_neighbours_one_segment() -> None:
     (piece,) = SlabLayout(manifest_of([]), tensors).pieces
     assert piece.size_bytes == 25_600
     assert len(piece.segments) == 1
-    # 252 bytes each: the file has them unaligned, the slab does not.
+    # With 252 bytes each, the tensors are not aligned in the file, but they are in the slab. So each is a segment.
     tensors = [Wanted(f"t{n}", 0, contiguous(252 * n, 63), torch.float32) for n in range(100)]
     (piece,) = SlabLayout(manifest_of([]), tensors).pieces
     assert len(piece.segments) == 100
@@ -149,7 +149,7 @@ def test_many_small_tensors_that_are_converted_are_one_copy() -> None:
     layout = SlabLayout(manifest_of([]), tensors)
     (piece,) = layout.pieces
     assert (len(layout.raws), len(layout.spans), len(piece.segments)) == (1, 1, 100)
-    # They are as large as a piece together. The next one is in the next group.
+    # If a piece has exactly the size of all tensors, they are one piece. With one byte less, the last tensor is in a second group.
     layout = SlabLayout(manifest_of([]), tensors, 99 * 256 + 252)
     assert len(layout.pieces) == 1
     assert len(SlabLayout(manifest_of([]), tensors, 99 * 256 + 251).pieces) == 2

@@ -206,7 +206,7 @@ def test_an_operation_waits_for_the_copies_of_its_own_tensors_and_asks_for_their
     assert not uploaded.complete
     for thread in threads:
         thread.join(WAIT_S)
-    # Lets its threads end.
+    # Land all chunks, so that the threads of the upload end.
     found.land_in(list(range(found.arrival.count))).join(WAIT_S)
     uploaded.wait(WAIT_S)
 
@@ -241,7 +241,7 @@ def test_tensors_that_are_not_aligned_in_the_file_are_aligned_there(tmp_path: Pa
     save_file(tensors, tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()
     size = int.from_bytes(data[:8], "little")
-    # A header of an odd length.
+    # Make the length of the header odd, so that the tensors are not aligned in the file.
     (tmp_path / "model.safetensors").write_bytes(
         (size + 1).to_bytes(8, "little") + data[8 : 8 + size] + b" " + data[8 + size :]
     )
@@ -379,7 +379,7 @@ def test_nothing_is_pinned_or_freed_after_wait_has_returned(
     release, begun = device.release, threading.Event()
 
     def late() -> None:
-        # Until the capture has begun, if `wait` does not wait for this.
+        # If `wait` did not wait for this release, it would happen during the capture below.
         begun.wait(0.2)
         release()
 
@@ -398,7 +398,7 @@ def test_buffers_are_pinned_once_for_all_uploads_of_a_device(vectors: tuple[Path
     for one in uploads:
         one.wait(WAIT_S)
     converting(device, vectors).wait(WAIT_S)
-    # Two for each of the threads that one upload may have.
+    # All uploads share the buffers: two for each of the three threads of an upload.
     assert before - device.pins_left <= 6
 
 
