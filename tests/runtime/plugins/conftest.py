@@ -40,7 +40,7 @@ async def deploy_folder(gateway: Gateway) -> AsyncIterator[Callable[..., Any]]:
 
 
 class Host:
-    """A worker that records the calls of its handler."""
+    """Stands for a worker, and records what the handler asks it to do."""
 
     def __init__(self) -> None:
         self.progressed: list[Any] = []
@@ -120,7 +120,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def made(alone: None, tmp_path: Path) -> Callable[..., Resolved]:
-    """`made("handler.py", source, **{"other.py": …})` resolves it as a zygote does."""
+    """`made("handler.py", source, **{"other.py": …})` writes these files and resolves the handler as a zygote does."""
 
     def make(reference: str, source: str, **others: str) -> Resolved:
         folder = tmp_path / "tone"

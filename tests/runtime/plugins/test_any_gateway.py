@@ -19,7 +19,7 @@ from round_robin import SeveralGateways, gateways_here
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-# RunPod's client reads 1000 pieces with each poll.
+# RunPod's client gets at most 1000 pieces with each poll, so it needs several polls, which go to several gateways.
 PIECES = "def handler(event):\n    yield from range(event['count'])\n"
 SDK = """
 import sys

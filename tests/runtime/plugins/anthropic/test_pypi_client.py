@@ -1,4 +1,4 @@
-"""The client `anthropic` of PyPI against a gateway. The function streams what the request asks for, and shows what it got."""
+"""The client `anthropic` of PyPI against a gateway. The function streams the deltas that a request lists, or shows its event."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from live import Gateway, gateway_here, short_folder
 
 anthropic = pytest.importorskip("anthropic")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-# Calls each tool if the last message has the role user, and otherwise shows the request.
+# If the last message is a JSON list, streams its items as deltas. Otherwise calls each tool if that message has the role user,
+# or else streams the event as JSON.
 MODEL = """
 import json
 from pilotflame import Delta, GenerationRequest
@@ -77,7 +78,7 @@ async def client(served: Gateway, key: str) -> AsyncIterator[Any]:
 
 
 async def event_of(client: Any, **fields: Any) -> Any:
-    """What the function gets for a request."""
+    """Return the event that the function got for a request. The function streams it as JSON."""
     answer = await client.messages.create(**{**ASKED, **fields})
     return json.loads(answer.content[0].text)
 
@@ -303,6 +304,6 @@ async def test_the_key_is_in_either_header(client: Any, served: Gateway, key: st
             assert given.status_code == 200, given.text
         refused = await plain.post("/v1/messages", json=ASKED, headers={"x-api-key": key + "0"})
         assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-        # The header holds a key on these routes only.
+        # The gateway reads the key in `x-api-key` only on Anthropic's routes.
         elsewhere = await plain.post("/invoke/llm", json={"prompt": "A"}, headers={"x-api-key": key})
         assert elsewhere.status_code == 401

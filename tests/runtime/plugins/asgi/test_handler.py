@@ -84,7 +84,7 @@ async def test_the_lifespan_runs_once_in_each_worker(
         found = (
             await gateway.client.get(f"/asgi/{function.name}/state", headers={"X-Request-Id": "r-1"})
         ).json()
-        # Each request has a copy of the state.
+        # Each request gets its own copy of the lifespan's state, so the second request has no "mine" from the first one.
         assert found == [["startup", "mine"], "r-1", function.name]
     await gate.next(f"startup {function.name}")
 
@@ -144,7 +144,7 @@ async def test_a_wsgi_app_runs(gateway: Gateway) -> None:
 
 
 class Load:
-    """Callers that call an app, read its streams and hold WebSockets until `stop` is set."""
+    """Callers that call an app, read its streams and talk over WebSockets until `stop` is set."""
 
     def __init__(self, gateway: Gateway, function: str) -> None:
         self.stop, self.wrong = asyncio.Event(), list[str]()
@@ -166,7 +166,7 @@ class Load:
 
     async def _talk(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         while not self.stop.is_set():
-            # The message may cross the end of the WebSocket.
+            # The gateway may close the WebSocket just before this message is sent.
             with contextlib.suppress(ConnectionError):
                 await socket.send_str("x")
             message = await socket.receive()
@@ -177,7 +177,7 @@ class Load:
                 return
 
     async def some(self) -> None:
-        """Wait until more calls and streams have ended."""
+        """Wait until eight more calls and eight more streams have ended."""
         seen = dict(self.ended)
 
         async def more() -> bool:
@@ -189,7 +189,7 @@ class Load:
 async def test_a_deploy_under_load_cuts_nothing_that_could_end(
     gateway: Gateway, deploy_app: Callable[..., Any], gate: Gate
 ) -> None:
-    """The app is called from zero on, and deployed twice while callers call it."""
+    """The calls start while the app has no worker, and go on during two deploys."""
     settings = {"scale.idle_timeout_s": 0.5}
     function = await deploy_app(FASTAPI, settings, gate=gate)
     load = Load(gateway, function.name)

@@ -101,7 +101,7 @@ def test_a_message_of_any_length_passes_in_pieces(kind: int, size: int) -> None:
     pieces = encode_message(kind, data)
     assert all(len(piece) <= PIECE_BYTES for piece in pieces)
     assert [joined.add(piece) for piece in pieces] == [None] * (len(pieces) - 1) + [(kind, data)]
-    # The next message begins anew.
+    # After a complete message, the next piece begins a new message.
     assert joined.add(encode_message(kind, b"")[0]) == (kind, b"")
 
 

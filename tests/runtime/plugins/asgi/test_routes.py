@@ -18,7 +18,7 @@ from pilotflame.runtime.plugins.asgi.messages import PART_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# Replies with what the app got; the path chooses what else happens.
+# Replies with the request that the app got.
 ECHO = """
 import json
 
@@ -138,7 +138,7 @@ async def cases(gateway: Gateway) -> Function:
     return await gateway.deploy(None, {"asgi": "app:app"}, files={"app.py": CASES})
 
 
-# The gateway serves requests of web pages by another path through its code than plain requests.
+# Run the tests with and without the header Origin, because the gateway's code serves requests of web pages in another way.
 PATHS = pytest.mark.parametrize("headers", [{}, {"Origin": "http://localhost:1"}], ids=["plain", "page"])
 
 
@@ -243,7 +243,7 @@ async def test_a_caller_that_leaves_ends_the_app(
     call.cancel()
     await gate.next("http.disconnect")
     await function.settled(ready=1)
-    # To end because the caller has left is no failure of the app.
+    # An app that ends because its caller has left logs no error.
     assert not [line for line in await function.lines() if line["level"] == "error"]
 
 
@@ -261,7 +261,7 @@ async def test_a_slow_reader_does_not_fill_the_gateway(
     assert stream is not None
 
     async def full() -> bool:
-        # The credit of the stream is used up: pieces wait in the worker.
+        # The stream has no credit for another piece, so pieces wait in the worker.
         return not stream._credit._fits(PART_BYTES)
 
     await until(full, "a full stream")
@@ -295,7 +295,7 @@ async def test_the_end_of_background_work_that_takes_too_long_is_named(
     await gate.next("after")
     line = await function.logged("the work of a call after its response did not end in time")
     assert "signal 9" in line["text"]
-    # The caller has had its response.
+    # The caller got its response before the worker was killed, so the call counts as a success.
     status = await function.settled(ready=0, in_flight=0)
     assert status["invocations"] == {"http": {"200": 1}}
 
@@ -363,7 +363,7 @@ async def test_responses_without_a_body_have_none(
     assert (response.status_code, response.content) == (status, body)
     assert response.headers.get("content-length") == length
     assert response.headers["location"] == "/there"
-    # The connection is in order: the next request is answered.
+    # A body that was sent by mistake would be read as the beginning of the next response.
     assert (await gateway.client.get(f"/asgi/{cases.name}/status?201")).status_code == 201
 
 
@@ -456,7 +456,7 @@ async def test_a_host_name_belongs_to_its_app(state: Any) -> None:
             found = response.json()
             assert found["raw_path"] == str(path.partition("?")[0].encode())
             assert (found["root_path"], found["method"]) == ("", "POST")
-        # Without the key, and below other names, the gateway is the gateway.
+        # Without the key, the gateway answers 401. With the key, it answers 404 for a host name of no app.
         assert (await closed.client.get("/", headers={"Host": "e.apps.test"})).status_code == 401
         for host in ("other.apps.test", "echo.localhost"):
             assert (await closed.client.get("/healthz", headers={"Host": host})).status_code == 401
@@ -474,7 +474,7 @@ async def test_a_host_name_belongs_to_its_app(state: Any) -> None:
             assert "host name of another function" in error["message"]
         error = failure(await deployed_in(home, state.parent / "two", hosts="gateway.test"))
         assert (error["status"], "PILOTFLAME_APP_HOSTS" in error["remedy"]) == (403, True)
-        # A rollback takes no name back.
+        # A rollback does not take back a host name that now belongs to another function.
         assert (await deployed_in(home, state.parent / "echo")).status_code == 201
         assert (await deployed_in(home, state.parent / "two", hosts="e.apps.test")).status_code == 201
         error = failure(await home.post("/v1/functions/echo/rollback"))

@@ -103,7 +103,7 @@ class Sockets:
         return self._session.ws_connect(self._base + path, max_msg_size=0, **how)
 
     async def denial(self, path: str) -> tuple[int, str]:
-        """Return the whole response to a handshake. A client of WebSockets leaves once it has read the status."""
+        """Return the status and the body of a denied handshake. A WebSocket client would close the connection after the status."""
         headers = {
             "Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "MDEyMzQ1Njc4OWFiY2RlZg==",
         }  # fmt: skip
@@ -287,7 +287,7 @@ async def test_a_socket_brings_an_app_back_from_zero(
             await socket.send_str("x")
             assert (await received(socket)).data == "x"
             await asyncio.sleep(0.5)
-            # An open socket keeps its worker.
+            # An open WebSocket keeps its worker, although no message came for longer than the idle timeout.
             assert (await function.status())["workers"]["ready"] == 1
 
 
@@ -323,7 +323,7 @@ async def test_the_end_of_the_gateway_sends_sockets_away(
 
 
 async def test_messages_are_not_compressed(sockets: Sockets) -> None:
-    """A short compressed message may unpack to a thousand times its size."""
+    """The gateway refuses compression, because a short compressed message may unpack to a thousand times its size."""
     async with sockets.open(compress=15) as socket:
         assert not socket.compress
         await socket.send_str("x" * 1000)
@@ -344,12 +344,12 @@ async def test_unfinished_messages_of_one_caller_leave_room_for_others(
             for name in ("greedy", "other")
         ]
         sockets = Sockets(gateway, gateway.function("echoes"), session)
-        # The beginning of a message of 2 MiB: a frame without the last flag, of 1 MiB.
+        # The beginning of a message: a frame of 1 MiB without the flag FIN, so more frames must follow.
         part = b"\x02\xff" + (1 << 20).to_bytes(8, "big") + bytes(4) + bytes(1 << 20)
         async with contextlib.AsyncExitStack() as stack:
             opened = [await stack.enter_async_context(sockets.open("/", headers=greedy)) for _ in range(6)]
             for one in opened:
-                # A client sends only whole messages.
+                # Write to the transport, because aiohttp's client sends only whole messages.
                 one._writer.transport.write(part)
             closed = [asyncio.create_task(one.receive()) for one in opened]
             async with asyncio.timeout(LIMIT_S):

@@ -139,7 +139,7 @@ async def test_the_region_and_the_identity(deploy: Callable[..., Any]) -> None:
 
 
 async def test_mangum_0_19_serves_a_web_app(deploy: Callable[..., Any]) -> None:
-    """It asks for the event loop of the main thread, as most code for Lambda does."""
+    """Mangum asks for the event loop of the main thread, as most code for Lambda does, so the worker must have set one."""
     source = """
 from fastapi import FastAPI, Request
 from mangum import Mangum

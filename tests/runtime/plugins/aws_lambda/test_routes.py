@@ -57,7 +57,7 @@ async def test_deadlines_and_priorities_are_those_of_invoke(deploy, gateway: Gat
 
 
 def client_of(url: str, token: str | None = None, *, key: str = "any", secret: str = "any") -> Any:
-    """boto3's client, as its users make it."""
+    """Return a client of boto3 that sends its requests to the gateway."""
     return boto3.client(
         "lambda", endpoint_url=f"{url}/lambda", region_name="us-east-1", aws_access_key_id=key, aws_secret_access_key=secret,
         aws_session_token=token, config=Config(retries={"total_max_attempts": 1}, proxies={}),
@@ -70,7 +70,7 @@ def aws(gateway: Gateway) -> Any:
 
 
 async def invoke(client: Any, name: str, event: Any = None, **more: Any) -> dict[str, Any]:
-    """Invoke; the payload is read."""
+    """Invoke a function. In the returned response, the payload is decoded from JSON."""
 
     def called() -> dict[str, Any]:
         payload = {} if event is None else {"Payload": json.dumps(event)}
@@ -309,7 +309,7 @@ async def test_get_function_and_aliases(deploy, aws):
 
 
 async def test_a_function_that_does_not_start_is_unhandled(deploy, aws):
-    """Also once the breaker is open, and a call is refused before it waits."""
+    """The answer has the same form when the breaker is open and the gateway refuses calls at once."""
     source = "def setup(context):\n    raise ValueError('no weights')\ndef handler(event): ...\n"
     function = await deploy(source, check=False)
 
@@ -408,7 +408,7 @@ async def handler(event):
     url = f"/lambda/2021-11-15/functions/{function.name}/response-streaming-invocations"
     async with function.client.stream("POST", url) as response:
         assert response.headers["X-Accel-Buffering"] == "no"
-        # Kept, because httpx closes the response with the iterator.
+        # Keep the iterator in a variable, because httpx closes the response when the iterator is closed.
         pieces = response.aiter_raw()
         await anext(pieces)
         await gate.next("begun")
@@ -504,11 +504,11 @@ async def test_a_key_signs_the_requests_of_boto3(state):
             assert await refused(stranger, "mine") == ("UnrecognizedClientException", 401)
         with pytest.raises(aws.exceptions.RequestTooLargeException):
             await invoke(aws, "mine", "x" * 200_000)
-        # A body so large that it is hashed in a thread.
+        # The gateway hashes a body of this size in a thread.
         large = "x" * 50_000
         assert (await invoke(client(admin), "theirs", large))["Payload"] == {"got": large}
         assert await refused(wrong, "mine", Payload=json.dumps(large)) == ("UnrecognizedClientException", 401)
-        # The secret that signs is not a token, and a signature opens the routes of Lambda only.
+        # Neither the list of keys nor their file shows the secret that signs requests.
         found = (await home.get("/v1/keys")).text
         assert "signing" not in found
         assert mine["key"].rpartition("_")[2] not in (state / "access" / "keys.json").read_text()
@@ -532,7 +532,7 @@ async def test_a_signature_opens_no_other_route(state):
 def signed_head(
     gateway: Gateway, key_id: str, secret: str, body: bytes = b"", length: int | None = None
 ) -> bytes:
-    """Return the head of a request that boto3's signer has signed, and its body."""
+    """Return the bytes of a request that boto3's signer has signed. With `length`, Content-Length announces a longer body."""
     path = "/lambda/2015-03-31/functions/mine/invocations"
     request = AWSRequest("POST", gateway.url + path, data=body)
     SigV4Auth(Credentials(key_id, secret), "lambda", "us-east-1").add_auth(request)
@@ -562,7 +562,7 @@ async def answer_to(gateway: Gateway, sent: bytes) -> tuple[int, dict[str, Any]]
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bodies may take 0.3 s."""
+    """Shorten the time limit for the bodies of requests to 0.3 s."""
     monkeypatch.setattr(requests, "BODY_TIMEOUT_S", 0.3)
     monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.3)
 
@@ -601,7 +601,7 @@ async def test_refusals_do_not_tell_which_keys_exist(keyed: Gateway):
 @pytest.mark.usefixtures("soon")
 async def test_the_quota_counts_before_the_body_is_read(keyed: Gateway):
     key = await signing_key(keyed, concurrency=5, rate_per_s=0.001, burst=1)
-    # A request with a false signature in the key's name does not use the key's quota.
+    # A request that names the key but has a false signature does not use the key's quota.
     assert (await answer_to(keyed, signed_head(keyed, key[0], "0" * 64, b"{}")))[0] == 401
     assert (await answer_to(keyed, signed_head(keyed, *key, length=50_000)))[0] == 408
     assert (await answer_to(keyed, signed_head(keyed, *key, body=b"{}")))[0] == 200
@@ -613,7 +613,7 @@ async def test_unverified_requests_take_nothing_of_the_quota_of_the_key_that_the
     key = await signing_key(keyed, concurrency=1, rate_per_s=0.001, burst=1)
     unfinished = signed_head(keyed, key[0], "0" * 64, length=50_000)
     stuck = [asyncio.create_task(answer_to(keyed, unfinished)) for _ in range(3)]
-    # By the time of this answer, the gateway waits for the bodies.
+    # The stuck requests arrive while this call is answered. Then the gateway waits for their bodies.
     await keyed.client.get("/v1/functions")
     assert (await answer_to(keyed, signed_head(keyed, *key, body=b"{}")))[0] == 200
     assert {status for status, _ in await asyncio.gather(*stuck)} == {408}
@@ -630,7 +630,7 @@ async def test_few_large_bodies_are_read_before_they_are_verified(monkeypatch: p
             statuses = [
                 one[0] for one in await asyncio.gather(*(answer_to(gateway, stuck) for _ in range(3)))
             ]
-    # The first body takes too long. The requests behind it wait just as long for their turn.
+    # The body of the first request does not arrive in time: 408. The other requests wait for their turn as long: 503.
     assert set(statuses) == {408, 503}
 
 

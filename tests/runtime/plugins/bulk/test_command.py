@@ -1,4 +1,4 @@
-"""`pilotflame batch` against a gateway: every line once, in order, also after kills and interrupts."""
+"""`pilotflame batch` against a gateway: each line is answered once, in order, also after kills and interrupts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_answers_are_in_order_and_failed_lines_say_why(
     source = write(tmp_path / "in.jsonl", values)
     text = source.read_bytes().split(b"\n")
     text[50], text[60] = b'1,"webhook":"http://127.0.0.1"', b'{"fail": true}'
-    # JSON of Python only.
+    # Python's json reads these lines, but they are not valid JSON.
     text[70], text[71] = b'{"x": NaN}', rb'"\ud800"'
     values[72], text[72] = 123456789012345678901, b"123456789012345678901"
     source.write_bytes(b"\n".join(text))
@@ -89,7 +89,7 @@ def test_killed_and_resumed_every_line_is_there_once_and_ran_once(
         process.kill()
         process.wait()
     before = output.read_bytes()
-    # As if the last line had been written by half.
+    # Cut the last line, as if the process had been killed while it wrote the line.
     output.write_bytes(before[: -chance.randrange(1, 4)])
     done = pilotflame("batch", name, source, output, "--json")
     assert done.returncode == 0, done.stderr
@@ -102,7 +102,7 @@ def test_killed_and_resumed_every_line_is_there_once_and_ran_once(
 def _wait_until_longer(
     output: Path, process: subprocess.Popen[str], size: int, chance: random.Random
 ) -> None:
-    """Wait until the batch has written some more."""
+    """Wait until the output is longer than `size` by a random number of bytes."""
     while (output.stat().st_size if output.exists() else 0) <= size + chance.randrange(10, 300):
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
 
@@ -144,7 +144,7 @@ def test_a_batch_that_cannot_continue_says_why(
 
 @pytest.fixture
 def moto() -> Iterator[str]:
-    """The endpoint of an S3."""
+    """Yield the endpoint of moto's S3."""
     with moto_server() as endpoint:
         yield endpoint
 

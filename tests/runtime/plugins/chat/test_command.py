@@ -56,7 +56,7 @@ def test_a_person_stops_an_answer_and_goes_on(served: str, deployed: Any) -> Non
     name = deployed(MODEL)
     child, master = pty.fork()
     if not child:
-        # A script that started the tests with `&` lets them ignore it.
+        # Restore the default: if a script starts the tests with `&`, they ignore SIGINT, and the command would inherit that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         command = [*conftest.COMMAND, "chat", name]
         os.execve(command[0], command, conftest.environment(PILOTFLAME_URL=served))
@@ -77,13 +77,13 @@ def test_a_person_stops_an_answer_and_goes_on(served: str, deployed: Any) -> Non
 
 
 class Terminal:
-    """What a command writes to a terminal."""
+    """The terminal of a command: reads what the command writes, and types keys."""
 
     def __init__(self, file: int) -> None:
         self.file, self.unread = file, b""
 
     def expect(self, text: str) -> None:
-        """Read until it has shown the text."""
+        """Read until the command has written this text."""
         while text.encode() not in self.unread:
             assert select.select([self.file], [], [], 20)[0], self.unread
             self.unread += os.read(self.file, 4096)

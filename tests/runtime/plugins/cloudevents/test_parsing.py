@@ -58,7 +58,7 @@ def structured(event: Any, content_type: str = STRUCTURED) -> list[ReceivedEvent
 
 @given(texts, texts, st.dictionaries(words.filter(lambda word: word not in KNOWN), texts, max_size=3), JSON)
 def test_events_of_the_sdk(kind: str, name: str, more: dict[str, str], data: Any) -> None:
-    # The SDK writes the repr of a value that is not an object.
+    # Put the value into an object, because the SDK writes any other value as its repr.
     data = {"it": data}
     wanted = {"type": kind, "source": "urn:test", "id": name, **more}
     event = CloudEvent({**wanted, "datacontenttype": "application/json"}, data)

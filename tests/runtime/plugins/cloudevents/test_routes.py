@@ -34,7 +34,7 @@ def made(name: str = "1", data: Any = None, **more: Any) -> CloudEvent:
 
 
 def batch(*events: CloudEvent) -> HTTPMessage:
-    """Return an array of structured events: the SDK writes no batches."""
+    """Return a batch: an array of structured events. The SDK cannot write batches."""
     bodies = [JSONFormat().write(event).decode() for event in events]
     return HTTPMessage({"content-type": BATCH}, f"[{','.join(bodies)}]".encode())
 
@@ -247,7 +247,7 @@ async def test_the_handshake(deploy, path: str):
 
 
 async def sent(function: Function, way: str, text: str) -> httpx.Response:
-    """Send a JSON text as the event of a function."""
+    """Send a JSON text as the event of a function: to /invoke, as a job, or as a CloudEvent."""
     named = {"type": "a", "source": "/tests", "id": way}
     paths = {"invoke": function.path, "jobs": f"/v1/functions/{function.name}/jobs?wait_s=60"}
     path = paths.get(way, f"/v2/{function.name}/run")

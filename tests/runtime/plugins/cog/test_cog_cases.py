@@ -1,6 +1,6 @@
 """The cases of the HTTP tests of cog v0.14.12, against a gateway. Each case has the name of Cog's test without `test_`.
 
-NOT_ALIKE lists the cases of Cog's 61 that do not hold here, and why.
+NOT_ALIKE lists those of Cog's 61 cases in which pilotflame behaves differently, and why.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ async def deployed(gateway: Gateway) -> AsyncIterator[Callable[..., Any]]:
 
 
 class Host:
-    """A server with the file /foo.txt, which also takes webhooks and uploads."""
+    """A server that answers each GET with the file "hello", but /gone.txt with 404. It records webhooks and uploads."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -283,7 +283,7 @@ OUTPUTS: dict[str, tuple[str, dict[str, Any]]] = {
 async def test_the_components_of_the_description(deployed: Callable[..., Any], case: str) -> None:
     source, wanted = OUTPUTS[case]
     call = await deployed(source)
-    # The only function needs no name.
+    # The gateway has only this function, so the request need not name it.
     response = await call.function.client.get("/openapi.json")
     found = response.json()["components"]["schemas"]
     assert {name: found[name] for name in wanted} == wanted
@@ -474,7 +474,7 @@ async def test_every_event_of_a_stream_is_the_prediction(deployed: Callable[...,
 
 
 async def test_asynchronous_prediction_endpoint_with_trace_context(deployed: Callable[..., Any], host: Host) -> None:  # fmt: skip
-    """Cog passes both headers on as they are, also those that are no W3C trace context."""
+    """As in Cog, both headers are passed on unchanged, even if they are no W3C trace context."""
     call = await deployed(
         predictor("", "File", "return io.StringIO('hello')"),
         settings={"env.PILOTFLAME_UPLOAD_URL": f"{host.url}/upload"},
@@ -529,7 +529,7 @@ async def test_logs_are_sent_while_a_prediction_runs(
     arrival.go()
     while host.came[-1][3]["logs"] != "first\nsecond\nthird":
         await host.next(len(host.came) + 1)
-    # The same of RunPod's jobs, as Standard Webhooks has events.
+    # Repeat this with a job of RunPod's queue. Its logs are sent as events in the form of Standard Webhooks.
     gate.open()
     hook = {"webhook": f"{host.url}/queue", "webhook_events": ["logs", "completed"]}
     trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
@@ -558,7 +558,7 @@ async def test_starting_after_the_wait_ran_out(deployed: Callable[..., Any], gat
     first = await call(Prefer="respond-async")
     await gate.next("in")
     await reached(call, first.json()["id"], "processing")
-    # The same prediction, which runs: callers would take every status but `starting` for its end.
+    # The prediction is running, but the answer says `starting`: some callers take every other status for its end.
     again = await call({"id": "waited"}, Prefer="wait=1")
     assert (again.status_code, again.json()["status"]) == (202, "starting")
     gate.open()

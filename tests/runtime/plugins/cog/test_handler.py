@@ -28,7 +28,7 @@ def pieces(text: str) -> list[Any]:
 
 
 HERE = {"env.PILOTFLAME_INPUT_NETWORKS": "127.0.0.0/8"}
-"""Allows files from this machine."""
+"""Lets the function fetch input files from this machine."""
 
 
 async def problems(function: Any, event: Any) -> dict[str, str]:
@@ -304,7 +304,7 @@ async def test_a_function_can_be_the_predictor(deploy: Callable[..., Any], gatew
     assert await function.answer({"input": {"n": 1}}) == 2
     assert set(await problems(function, {"n": 0})) == {"input.n"}
     assert set(await problems(function, [1])) == {"input"}
-    # The gateway removed the envelope and marked the input as bare.
+    # Submit an input as the gateway does after it has removed the envelope: with the mark `bare`.
     assert gateway.server is not None
     now_s = time.monotonic()
     given = Invocation(

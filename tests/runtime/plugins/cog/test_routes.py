@@ -32,7 +32,7 @@ class Predictor(BasePredictor):
 
 
 class Predictor:
-    """A function as a predictor."""
+    """Calls a function at the routes of Cog."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -63,7 +63,7 @@ class Predictor:
 
 
 def events(text: str) -> list[tuple[str, Any]]:
-    """Return (event, data) of an event stream, without its comments."""
+    """Return (event, data) of each event in a stream. Skip the comments."""
     found = []
     for block in text.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
@@ -326,10 +326,10 @@ async def test_the_only_function_needs_no_name_and_a_key_sees_what_it_covers(sta
                 f"/cog/predictions?function={(theirs, mine)[number].name}", json={}, headers=headers
             )
             assert (other.status_code, hidden.status_code) == (404, 404)
-        # A chosen id can be guessed, so others do not see its prediction.
+        # Callers can guess an id that a caller has chosen, so another key must not see the prediction.
         second = await key(functions=["mine"])
         assert (await gateway.client.get("/cog/predictions/p-0", headers=second)).status_code == 404
-        # An admin uses the stored id.
+        # The job is stored with a longer id, by which an admin finds the prediction.
         whole = made_ids[0]
         assert whole.startswith("p-0~")
         assert (await gateway.client.get(f"/cog/predictions/{whole}")).status_code == 200
@@ -398,6 +398,6 @@ async def test_metrics_that_a_predictor_records(deploy):
         assert (found["status"], found["metrics"]) == (status, recorded)
         again = await predictor.look(found["id"])
         assert again["metrics"] == recorded | times
-    # A job that was stored before it ran.
+    # A prediction with a chosen id has the same metrics.
     made = (await predictor.ask("PUT", "/cog/predictions/mine", {"input": {}})).json()
     assert made["metrics"].items() >= recorded.items()

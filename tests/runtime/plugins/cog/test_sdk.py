@@ -61,13 +61,13 @@ class Predictor(BasePredictor):
 
 @pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`package(version)` is a folder with that release of `cog`. Without a package index the test is skipped."""
+    """`package(version)` returns a folder with that release of `cog`. Without a package index, the test is skipped."""
     root = tmp_path_factory.mktemp("cog")
 
     def installed(version: str) -> Path:
         target = root / version
         if not target.exists():
-            # Without its dependencies: it pins old versions, and the tests have everything that its import needs.
+            # Omit the dependencies: `cog` pins old versions of them, and the tests' environment has all that `cog` imports.
             install = [
                 sys.executable,
                 "-m",

@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's API: what they keep of the pieces."""
+"""Answers in the form of OpenAI's API, made of deltas: whole answers and streams."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_stream_of_a_chat_begins_with_the_role_and_numbers_its_calls() -> None
     assert "content" not in second["choices"][0]["delta"]
     assert second["object"] == "chat.completion.chunk"
     assert "stop_reason" not in second["choices"][0]
-    # A delta that says nothing is no chunk.
+    # A delta that has only tokens becomes no chunk, but its tokens count.
     assert answer.piece(0, Delta(index=1, tokens=[5])) == b""
     (last,) = chunks(answer.piece(0, Delta(index=1, finish_reason="length")))
     assert last["choices"][0] == {
@@ -121,7 +121,8 @@ def test_logprobs_of_a_chat_have_the_bytes_of_each_token() -> None:
     assert len(content) == 2
     assert (content[0]["token"], content[0]["logprob"], content[0]["bytes"]) == ("bc", -0.5, [98, 99])
     assert [one["token"] for one in content[0]["top_logprobs"]] == ["d", "bc"]
-    # By token, the chosen one first. Nothing comes before the first token of a prompt.
+    # Each entry has the candidates by token id, the prompt's own token first. The first token has no entry, because no token
+    # comes before it.
     assert found["prompt_logprobs"] == [
         None,
         {
@@ -154,7 +155,7 @@ def test_logprobs_of_a_completion_have_the_positions_of_its_tokens() -> None:
 
 
 def calls_in(pieces: list[str]) -> list[Delta]:
-    """Return two calls of an answer whose arguments come in these pieces."""
+    """Return the deltas of an answer with two calls. The arguments of each call come in these pieces."""
     deltas: list[Delta] = []
     for number in range(2):
         deltas.append(
@@ -178,7 +179,7 @@ def test_the_chunks_of_a_stream_are_the_whole_answer(pieces: list[str]) -> None:
             if line:
                 (choice,) = orjson.loads(line.removeprefix("data: "))["choices"]
                 for call in choice["delta"].get("tool_calls", []):
-                    # The first piece of a call has its id, its type and its name, and the others have neither.
+                    # Only the first piece of a call has the id, the type and the name.
                     if "id" in call:
                         assert call["index"] == len(found)
                         found.append({name: value for name, value in call.items() if name != "index"})

@@ -11,12 +11,12 @@ from pilotflame.runtime.plugins.completions.errors import error_body, openai_err
 
 
 def test_a_prompt_without_room_is_a_context_length_that_is_exceeded() -> None:
-    """litellm acts on the first words, and langchain on the last ones: its errors do not show the code."""
+    """litellm recognises this error by the first words of the message, and langchain by the last words, not by the code."""
     for prompt, most in ((6, None), (3, 4)):
         asked = GenerationRequest(prompt="a", max_tokens=most)
         with pytest.raises(errors.InputInvalid) as caught:
             most_new_tokens(asked, prompt, 6)
-        # The error comes from a worker.
+        # Encode and decode the error, as on its way from the worker to the gateway.
         found = error_body(PilotflameError.from_wire(caught.value.to_wire()))["error"]
         assert found["code"] == "context_length_exceeded"
         assert "This model's maximum context length is 6 tokens: the prompt is too long" in found["message"]

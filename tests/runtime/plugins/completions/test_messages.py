@@ -1,4 +1,4 @@
-"""Messages as chat templates read them: what an old turn leaves open is as absent."""
+"""Messages as chat templates read them, without the null or empty fields that clients send in old turns."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pilotflame.runtime.plugins.completions.requests import ChatRequest, Complet
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 PROMPT: dict[str, Any] = {"model": "m", "prompt": "Hi"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}
-# The fields of vLLM's requests that both kinds share, with their defaults.
+# The fields that vLLM's requests for chats and for completions share, with vLLM's defaults.
 SHARED: dict[str, Any] = {
     "frequency_penalty": None, "logit_bias": None, "max_tokens": None, "n": 1, "presence_penalty": None, "seed": None, "stop": [],
     "stream": False, "stream_options": None, "temperature": None, "top_p": None, "user": None, "use_beam_search": False, "top_k": None,

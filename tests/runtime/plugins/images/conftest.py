@@ -17,7 +17,7 @@ from containers import podman, require_podman, required_by
 from local_images import LIMITS, base_image
 from wheels import write_installed_wheel, write_wheel
 
-# Remove all packages but pip: what a stock image of Python has in /usr/local.
+# Remove all packages but pip, because a stock image of Python has only pip in /usr/local.
 STRIP = """
 import pathlib, shutil, sysconfig
 for entry in pathlib.Path(sysconfig.get_path("purelib")).iterdir():
@@ -28,16 +28,16 @@ for entry in pathlib.Path(sysconfig.get_path("purelib")).iterdir():
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The name of a base image: Python in /usr/local without packages, as python:*-slim, and wheels of what is required.
+    """Yield the name of a base image, which is removed after the tests.
 
-    It is removed after the tests.
+    Like python:*-slim, the image has Python in /usr/local without packages. The wheels of pilotflame's requirements are in /wheels.
     """
     require_podman()
     folder = tmp_path_factory.mktemp("base")
     (folder / "wheels").mkdir()
     write_wheel(folder / "wheels", "tinything", "1.0", "VERSION = '1.0'\n")
     for name in sorted(required_by("pilotflame")):
-        # uv's own program is large, and nothing calls it.
+        # Replace uv's program, which is large, by an empty script. No test calls it.
         scripts = {"uv": "#!/bin/sh\n", "uvx": "#!/bin/sh\n"} if name == "uv" else {}
         write_installed_wheel(folder / "wheels", name, scripts)
     name = f"localhost/pilotflame-test-build-base:{folder.parent.name}"
@@ -50,7 +50,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def uv_image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An image with uv, like the one from Astral. It is removed after the tests."""
+    """Yield the name of an image with uv, like Astral's image. It is removed after the tests."""
     folder = tmp_path_factory.mktemp("uv")
     shutil.copy(uv.find_uv_bin(), folder / "uv")
     (folder / "Containerfile").write_text("FROM scratch\nCOPY uv /uv\n")
@@ -61,7 +61,7 @@ def uv_image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Registry(ThreadingHTTPServer):
-    """A container registry on a free port, as far as a push needs one. It refuses repositories below /refused."""
+    """A container registry on a free port, with only what a push needs. It refuses repositories below /refused."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _RegistryHandler)

@@ -92,7 +92,7 @@ def test_weights_are_left_out_with_a_notice_or_linked(function: Path, tmp_path: 
     (copied,) = having.folder.rglob("*.safetensors")
     assert copied.relative_to(having.folder) == Path("weights/models/weights/model.safetensors")
     assert copied.stat().st_ino == (weights / "model.safetensors").stat().st_ino
-    # A link shares its mode and time with the user's file.
+    # The copy is a hard link: a new mode or time of the copy would also change the user's file.
     assert copied.stat().st_mtime == mtime
     assert copied.stat().st_mode & 0o777 == 0o600
     assert having.notices == ()
@@ -113,7 +113,7 @@ def test_named_weights_are_put_into_the_image_at_their_paths(function: Path, tmp
     written = tomllib.loads((having.folder / "function" / "pilotflame.toml").read_text())
     assert written["snapshots"] == {"base": "base", "style": "adapters/style"}
     assert len(write_context(function, tmp_path / "without").notices) == 2
-    # A folder of weights may lie inside another one, or be the same.
+    # One folder of weights may be inside another, and two names may mean the same folder. Each file is copied once.
     more = {"snapshots.all": "adapters", "snapshots.same": "base"}
     having = write_context(function, tmp_path / "more", overrides=more, with_weights=True)
     weights = sorted(

@@ -1,4 +1,4 @@
-"""What `pilotflame build` prints after a build. tests/runtime/images builds images."""
+"""What `pilotflame build` prints after a build. The tests in test_image_engine.py build images."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def handler(event):
 LIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024", "--network", "host")
 
 
-# The program of uv's package, whether Python's packages work, and what the build has left elsewhere.
+# Prints the content of the program that the package uv installs, whether pilotflame runs, and which files of uv the build has left.
 LOOK = """
 import json, os, pathlib, subprocess
 done = subprocess.run(["pilotflame", "--version"], capture_output=True)
@@ -97,7 +97,7 @@ def builder(base: str, uv_image: str, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def built(builder: Builder) -> dict[str, Any]:
-    """What the command says of an image that it has built."""
+    """Return what `pilotflame build --json` prints about an image that it has built."""
     return builder.built()
 
 
@@ -167,7 +167,7 @@ def test_a_change_of_the_handler_rebuilds_the_last_layer_only(
     layers, changed = first["RootFS"]["Layers"], second["RootFS"]["Layers"]
     assert layers[:-1] == changed[:-1]
     assert layers[-1] != changed[-1]
-    # What the image says of itself.
+    # Check the image's labels and configuration.
     labels = {key.rpartition(".")[2]: value for key, value in second["Labels"].items()}
     assert labels["created"] == "2023-11-14T22:13:20Z"
     assert second["Created"].startswith("2023-11-14T22:13:20")
@@ -205,7 +205,7 @@ def test_the_printed_context_builds_without_us_also_with_weights(builder: Builde
 
 
 def test_all_packages_are_installed_and_nothing_of_the_build_is_left(built: dict[str, Any]) -> None:
-    """uv is a package that is required, and puts its program into /usr/local/bin beside Python."""
+    """pilotflame requires the package uv, whose program in /usr/local/bin must stay. The build itself uses uv of another image."""
     found = podman("run", "--rm", *LIMITS, "--entrypoint", "python", built["id"], "-c", LOOK)
     assert json.loads(found) == ["#!/bin/sh\n", True, []]
 
@@ -272,12 +272,12 @@ def test_without_an_engine_each_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(BuildFailed, match="docker does not work: Cannot connect to the Docker daemon;"):
         ImageEngine.find()
     shutil.copy(shutil.which("true", path="/bin:/usr/bin") or "", tmp_path / "podman")
-    # An engine whose service does not answer is passed over.
+    # `find` skips docker, because its service does not answer.
     assert ImageEngine.find() == "podman"
 
 
 def test_a_build_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # podman too exits with status 0 when it is ended.
+    # When this engine is terminated, it exits with status 0, as podman does. So the status does not show that the build failed.
     (tmp_path / "docker").write_text("#!/bin/sh\ntrap 'exit 0' TERM\necho begun\nsleep 60 & wait\n")
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")

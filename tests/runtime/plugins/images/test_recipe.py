@@ -14,10 +14,10 @@ from pilotflame.runtime.plugins.images.recipe import CUDA_BASE, DEFAULT_BASE, Re
 from pydantic import ValidationError
 
 WHEEL = "pilotflame-0.1.0-py3-none-any.whl"
-# What could end a line, a word or a quotation, or begin an instruction, a variable or a command.
+# Characters that could end a line, a word or a quotation, or begin an instruction, a variable or a command.
 _HOSTILE = st.text(alphabet="abz09 .-+:=/@\n\r\\\"'`$(){}#&;|<>\x00\u2028\x85é", max_size=30)
 
-# Most accepted values begin with a letter.
+# Begin some values with a letter, because most accepted values do.
 HOSTILE = _HOSTILE | _HOSTILE.map("a".__add__)
 
 
@@ -69,7 +69,7 @@ def test_hashes_and_extras_are_passed_on() -> None:
 @given(HOSTILE, HOSTILE, st.lists(HOSTILE, max_size=3))
 def test_no_setting_can_add_an_instruction_or_a_command(name: str, base: str, packages: list[str]) -> None:
     settings = []
-    # One at a time as well: otherwise almost no example would be accepted.
+    # Try each setting alone, because almost no example has three values that are accepted.
     for fields in ({"name": name}, {"image": {"base": base}}, {"image": {"packages": packages}}):
         try:
             settings.append(FunctionSettings.model_validate({"name": "hello", **fields}))

@@ -130,7 +130,7 @@ def test_a_partition_is_paused_while_much_is_not_finished(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "MAX_SPAN", 2)
     assert deliveries.paused() == {0}
     monkeypatch.setattr(module, "MAX_SPAN", 3)
-    # The waiting bodies have four bytes each.
+    # The messages have no value, so each body is `null`, which has four bytes.
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 8)
     assert deliveries.paused() == {0}
     deliveries.take(1)

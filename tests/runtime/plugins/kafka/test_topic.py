@@ -30,7 +30,7 @@ Open = Callable[..., KafkaTopic]
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member that is gone is soon replaced."""
+    """Shorten the session timeout, so that the group soon gives the partitions of a lost member to another member."""
     monkeypatch.setattr(kafka_topic, "SESSION_S", 6)
 
 
@@ -174,7 +174,7 @@ async def test_members_of_a_group_share_the_partitions(kafka: Cluster, opened: O
     first = opened("shared")
     held = await received(first, 20)
     second = opened("shared")
-    # The second member receives what the first one has not finished in the partitions that it now has.
+    # The second member gets some partitions, and receives their unfinished messages again.
     again: list[Message] = []
     async with asyncio.timeout(60):
         while not again:
@@ -183,7 +183,7 @@ async def test_members_of_a_group_share_the_partitions(kafka: Cluster, opened: O
     assert {one.id for one in again} <= {one.id for one in held}
     moved = {int(one.group.partition(":")[0]) for one in again}
     for one in held:
-        # For the messages that have moved, this does nothing.
+        # This commits nothing for the partitions that the second member now has.
         await first.delete(one)
     assert not moved & kafka.committed("shared", "shared").keys()
 

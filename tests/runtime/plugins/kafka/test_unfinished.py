@@ -1,4 +1,4 @@
-"""Messages that wait keep the order of their key, one of each key at a time. The committed offset passes no unfinished message."""
+"""Waiting messages with the same key are delivered in order, one at a time. The committed offset passes no unfinished message."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_is_delivered_once_in_the_order_of_its_key_and_not_before_it_is_due
         ended = data.draw(st.sets(st.sampled_from(sorted(busy)))) if busy else set()
         busy -= ended
         if not found and not ended:
-            # Something can be delivered when it says so, or when a group is no longer busy.
+            # Free all groups, and move the time to `due_s`, so that the next turn can deliver a message.
             now_s, busy = max(now_s, min(waiting.due_s(()), 10.0)), set()
     assert (waiting.due_s(()), waiting.size_bytes) == (math.inf, 0)
     assert {one.place for one in delivered} == due.keys()
@@ -91,5 +91,5 @@ def test_a_consumer_resumes_at_the_first_message_that_is_not_finished(
                 finished.add(one)
         left = [one for one in there if one not in finished]
         assert taken.resume_at == (left[0] if left else there[-1] + 1)
-        # Finished messages behind an unfinished one would be received again.
+        # Another consumer would begin at the first unfinished message, and receive all later messages again.
         assert taken.span == sum(one >= left[0] for one in there) if left else taken.span == 0

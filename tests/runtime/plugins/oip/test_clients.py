@@ -28,7 +28,7 @@ def numbers(datatype: str) -> st.SearchStrategy[Any]:
         texts = st.binary(max_size=6)
         return SHAPES.flatmap(lambda shape: arrays.arrays(object, shape, elements=texts, fill=st.nothing()))
     if datatype == "BF16":
-        # The clients cut the lower half of each float32 off.
+        # The lower half of each float32 is zero, because the clients cut it off.
         bits = SHAPES.flatmap(lambda shape: arrays.arrays("<u2", shape))
         return bits.map(lambda array: (array.astype("<u4") << 16).view("<f4"))
     return SHAPES.flatmap(lambda shape: arrays.arrays(DATATYPES[datatype], shape))
@@ -213,7 +213,7 @@ async def test_calls_with_other_ids_get_the_stored_answer_with_their_own_id(
             assert (response.get("id", "") if protocol == "http" else response.id) == request_id
         other = await client.infer(function.name, sent, request_id="a", parameters={"top": 5})
         assert other.as_numpy("x").tolist() == [1.5]
-    # The handler may read `top`.
+    # The handler may read the parameter `top`, so that request did not get the stored answer.
     assert (await function.status())["invocations"] == {"http": {"200": 2}}
 
 

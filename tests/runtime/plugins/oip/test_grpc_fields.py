@@ -1,4 +1,4 @@
-"""Messages that are small for their sender and large for protobuf: they are refused before it makes objects of them."""
+"""Messages of few bytes and very many fields: the gateway refuses them before protobuf makes an object of each field."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_compressed_messages(server: Server, coding: grpc.Compression) -> 
 
 
 async def test_a_compressed_message_is_unpacked_up_to_the_limit_only(server: Server) -> None:
-    """The client packs 300 MB. If the gateway, in this process, unpacks them too, they are there twice."""
+    """Client and gateway share this process. The client copies 300 MB; a gateway that unpacked all of them would need 300 MB more."""
     large, before = bytes(300_000_000), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     code, text = await refusal(server, large, compression=grpc.Compression.Gzip)
     assert (code, "20971520" in text) == ("RESOURCE_EXHAUSTED", True), text

@@ -1,4 +1,4 @@
-"""The messages, with grpcio and protobuf alone: also run with their oldest and newest versions."""
+"""The messages of gRPC, without Triton's client. infra/versions.py runs this file with the oldest and newest grpcio and protobuf."""
 
 from __future__ import annotations
 

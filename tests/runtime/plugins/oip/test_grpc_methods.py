@@ -30,7 +30,7 @@ class Row(BaseModel):
     ROW: Annotated[numpy.ndarray, pilotflame.Tensor("UINT8", [-1])]
 
 """
-# Yields each value as a tensor of its own, and fails at 13.
+# Yields a tensor for each value, and fails at the value 13.
 COUNTS = f"""{HEAD}
 def handler(event: Row) -> Iterator[Row]:
     for value in event.ROW:
@@ -68,7 +68,7 @@ async def test_the_client_that_calls_back(server: Server) -> None:
         found: queue.Queue[Any] = queue.Queue()
         with grpc_client.InferenceServerClient(server.grpc) as client:
             client.start_stream(lambda result, error: found.put(error or result))
-            # 10 is a line feed.
+            # 10 is a line feed, which also ends the content type at the beginning of a piece.
             client.async_stream_infer("counts", [row([9, 10, 0, 255])], request_id="7", **how)
             client.stop_stream()
         return list(found.queue)

@@ -39,14 +39,14 @@ async def test_idle_connections_leave_places_for_other_clients(monkeypatch: pyte
                 await until(few_are_open, "the others are closed")
                 for _ in range(8):
                     stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-                # A connection with a call is not idle.
+                # A connection with a call is not idle, so the gateway has not closed it for new connections.
                 await stream.write(passing(3.0))
                 assert (await stream.read()).error_message == ""
                 stream.cancel()
 
 
 def is_open(sock: socket.socket) -> bool:
-    """Return True if the other side has not closed a connection."""
+    """Return True if the gateway has not closed a connection."""
     sock.setblocking(False)
     try:
         return bool(sock.recv(1 << 16))
@@ -80,7 +80,7 @@ async def test_unfinished_messages_of_one_caller_leave_room_for_others(
             ended = [asyncio.create_task(end_of(one)) for one in greedy]
             async with asyncio.timeout(LIMIT_S):
                 await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
-            # Most of them have room.
+            # At least four of the eight calls have room, and the gateway ends only the others.
             assert sum(task.done() for task in ended) <= 4
             channel, calls = stub(f"127.0.0.1:{port}")
             async with channel:
@@ -91,7 +91,7 @@ async def test_unfinished_messages_of_one_caller_leave_room_for_others(
 
 
 async def unfinished(stack: contextlib.AsyncExitStack, port: int, call: bytes) -> asyncio.StreamReader:
-    """Send a call on a connection of its own, and return what reads its answer."""
+    """Send a call on a new connection, and return the reader of its answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     stack.callback(writer.close)
     writer.write(connection() + call)

@@ -215,7 +215,7 @@ async def test_a_refused_caller_sends_no_message() -> None:
             grpc.aio.insecure_channel(address) as channel,
         ):
             call = channel.stream_stream("/inference.GRPCInferenceService/ModelInfer")()
-            # Nothing is written, and the status is there all the same.
+            # The status arrives although the client has sent no message.
             assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -333,7 +333,7 @@ async def test_responses_that_are_not_read_end_and_count_until_the_caller_reads_
                 stream = await begun_stream(calls, 1, metadata=lazy)
                 await stream.read()
                 await until(no_answers, "the stream ends")
-                # The call has run, and clients repeat what is UNAVAILABLE.
+                # The call has run. Its status is not UNAVAILABLE, because clients repeat such calls.
                 expected = [(lazy, grpc.StatusCode.INTERNAL), (other, grpc.StatusCode.OK)]
                 for metadata, code in expected:
                     call = calls.ModelInfer(large, metadata=metadata)
@@ -431,7 +431,7 @@ def write_certificate(authority: trustme.CA, folder: Path) -> None:
 async def is_live(port: int, authority: trustme.CA) -> bool:
     """Return True if a new connection accepts the certificate, which this authority must have signed."""
     trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
-    # Without the option, channels to one address share a connection.
+    # This option makes a new connection. Without it, channels to the same address share one.
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.secure_channel(f"localhost:{port}", trusted, options) as channel:
         calls = service_pb2_grpc.GRPCInferenceServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -481,7 +481,7 @@ async def test_a_token_of_an_issuer_acts_as_its_key() -> None:
                     assert await _ended(refused) is grpc.StatusCode.UNAUTHENTICATED
                     brief = (("authorization", f"Bearer {issuer.token(exp=int(time.time()) + 2)}"),)
                     stream = calls.ModelStreamInfer(metadata=brief)
-                    # The stream ends when the token expires.
+                    # Wait for the end of the stream, which comes when the token expires.
                     assert await stream.read() is grpc.aio.EOF
 
 
@@ -504,7 +504,9 @@ async def test_a_plugin_without_such_a_protocol_stops_the_start(
 async def test_a_refused_call_leaves_nothing_to_the_garbage_collection(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC keeps the frame that ends a call. The error of the call has the frames that hold its message."""
+    """gRPC keeps the frame that ends a call until a garbage collection. If that frame kept the error of the call, the error's
+    traceback would keep the message in memory.
+    """
     errors: list[weakref.ref[PilotflameError]] = []
 
     def noted(error: PilotflameError) -> str:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 MANY = 1000
 """The rows of a call at /invoke: more than all other calls have together."""
 CLIENTS = [(http_aio, "http"), (grpc_aio, "grpc")]
-# Its output is the number of rows in its batch, and the number of events.
+# Answers each event with the number of rows and the number of events in its batch.
 COUNTING = """
 from typing import Annotated
 import gate
@@ -128,7 +128,7 @@ async def test_batches_keep_max_batch_size(server: Server, most: int) -> None:
             gate.open()
             await first
             found = [tuple(answer.as_numpy("x")[0]) for answer in await running]
-            # Rows of calls at /invoke are not counted, and their batches are limited by the number of calls only.
+            # Leave out batches with calls at /invoke: the gateway limits the number of their calls, but does not count their rows.
             assert max(count for count, _ in found if count < MANY) <= most
             sizes = [answer.json()["x"][0][1] for answer in await others]
             assert max(*sizes, *(size for _, size in found)) == most

@@ -42,7 +42,7 @@ async def test_json(server: Server) -> None:
     ("value", "status"), [("[" * 300 + "]" * 300, 400), ("1" * 30, 200)], ids=["deep", "long"]
 )
 async def test_parameters_end_no_call_of_another(server: Server, value: str, status: int) -> None:
-    """They are in the head of a frame. An error during the dispatch would end the link of the worker."""
+    """The parameters are in the head of a frame. An error during the dispatch would end the worker's link, and so the calls of others."""
     text = orjson.dumps(request()).decode()
     body = f'{text[:-1]},"parameters":{{"a":{value}}}}}'
     worker = (await server.gateway.client.post(INFER, json=request())).headers["X-Worker-Id"]
@@ -114,7 +114,7 @@ async def test_wrong_requests_are_named(server: Server, body: bytes, named: str)
 @pytest.mark.parametrize(
     "changes",
     [
-        # KServe's client sends the first, and MLServer's types have nulls.
+        # KServe's client sends the first of these. MLServer's types send members that are null.
         {"model_name": "simple", "model_version": None}, {"id": None, "parameters": None, "outputs": None}, {"outputs": []},
         {"unknown": {"a": [1]}, "parameters": {}}, {"outputs": [{"name": "OUTPUT0", "parameters": None, "datatype": None, "shape": None}]},
         {"outputs": [{"name": "OUTPUT0", "parameters": {"content_type": None, "headers": None, "x": 1}}]},
@@ -182,7 +182,7 @@ async def test_an_unknown_path_below_the_protocol_has_a_text_as_error(server: Se
 
 
 async def test_the_counts_of_each_phase_are_those_of_the_calls(server: Server) -> None:
-    """perf_analyzer divides by the counts of compute_input and compute_output."""
+    """perf_analyzer divides by the counts of compute_input and compute_output, so they must count every call."""
     await server.gateway.client.post(INFER, json=request())
     answer = await server.gateway.client.get("/v2/models/simple/stats")
     found = answer.json()["model_stats"][0]["inference_stats"]

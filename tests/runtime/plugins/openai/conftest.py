@@ -36,7 +36,7 @@ tokenizer.save_pretrained("weights")
 """
 
 
-# The model of compatcanary's probes. A model that knows nothing would not end the argument of the call.
+# The text on which a model for compatcanary's probes is trained. An untrained model would not end the argument of the call.
 ECHO = 'Call the provided tool with value CANARY_OK.{"name": "compatcanary_echo", "arguments": {"value": "CANARY_OK"}}'
 TRAIN_ECHO = f"""
 import make_weights as made

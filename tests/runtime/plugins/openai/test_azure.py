@@ -70,6 +70,6 @@ async def test_errors(azure: Any) -> None:
     assert missing.value.body["remedy"]
     with pytest.raises(openai.AuthenticationError):
         await azure.chat.completions.create(model="writer", **CHAT, extra_headers={"api-key": "wrong"})
-    # Azure's newer address takes the header, too.
+    # The routes below /v1, Azure's newer address, read the key in the header `api-key`, too.
     newer: Any = await azure.get("/v1/models", cast_to=object)
     assert [model["id"] for model in newer["data"]] == ["encoder", "writer"]

@@ -52,7 +52,7 @@ async def test_embeddings(client: Any, served: Gateway) -> None:
 
 async def test_embeddings_of_tokens(client: Any, served: Gateway) -> None:
     texts = await client.embeddings.create(model="text-embedding", input=TEXTS, encoding_format="float")
-    # Both words are one token each.
+    # The tokens 9 and 1 are the words in TEXTS.
     for sent in ([[9], [1]], [9]):
         found = await client.embeddings.create(model="text-embedding", input=sent, encoding_format="float")
         assert found.usage.prompt_tokens == len(found.data) == len(sent)

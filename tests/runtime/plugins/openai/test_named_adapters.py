@@ -62,7 +62,7 @@ async def client(adapted: tuple[Gateway, Path]) -> AsyncIterator[Any]:
 
 
 def wanted(folder: Path, name: str) -> str:
-    """Return the answer of transformers and peft."""
+    """Return the answer that transformers and peft give with this adapter."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "weights")
     if name:
         model = PeftModel.from_pretrained(model, str(folder / "adapters" / name))
@@ -70,7 +70,7 @@ def wanted(folder: Path, name: str) -> str:
     given = tokenizer(PROMPT, return_tensors="pt")
     made = model.generate(**given, max_new_tokens=12, do_sample=False, pad_token_id=0)
     text = str(tokenizer.decode(made[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
-    # An answer does not end with a part of a character.
+    # Remove an incomplete character at the end, because the gateway leaves it out, too.
     return text.rstrip("\ufffd")
 
 

@@ -41,7 +41,7 @@ async def test_a_streamed_chat_has_the_chunks_of_vllm(served: Gateway) -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     first, *pieces, usage = chunks
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    # vLLM puts tokens into one chunk that were made while its reader was busy.
+    # vLLM joins the tokens made while the reader was busy into one chunk, so the chunks are not compared one by one.
     contents = [chunk["choices"][0]["delta"]["content"] for chunk in pieces]
     assert contents == list(" lets") if ENGINE == "own" else "".join(contents) == " lets"
     assert [chunk["choices"][0]["finish_reason"] for chunk in pieces] == [None] * (len(pieces) - 1) + [
@@ -67,7 +67,7 @@ async def test_completions_of_several_prompts_with_logprobs(client: Any) -> None
         **ASKED, prompt=["A pilot flame", START], max_tokens=4, logprobs=2, n=2, stop="\n"
     )
     texts = [(choice.index, choice.text) for choice in answer.choices]
-    # The fourth token after START is half a character.
+    # The fourth token after START is the first byte of "ä". The text leaves out incomplete characters.
     assert texts == [(0, " let"), (1, " let"), (2, " Fl"), (3, " Fl")]
     logprobs = answer.choices[0].logprobs
     assert logprobs.tokens == list(" let")
@@ -271,8 +271,7 @@ async def test_logprobs_of_prompts_as_vllm_has_them(client: Any) -> None:
 async def test_requests_that_vllm_refuses_too(client: Any, fields: dict[str, Any], word: str) -> None:
     with pytest.raises(openai.BadRequestError, match=word):
         await client.chat.completions.create(**CHAT | fields)
-    # vLLM ignores these.
-    # vLLM 0.32 refuses tokens outside the vocabulary.
+    # Both engines accept `top_logprobs=0`. Our engine ignores stop tokens outside the vocabulary, and vLLM 0.32 refuses them.
     ignored = {"stop_token_ids": [1_000_000]} if ENGINE == "own" else {}
     assert (await client.chat.completions.create(**CHAT, top_logprobs=0, extra_body=ignored)).choices
 

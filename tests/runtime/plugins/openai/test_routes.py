@@ -73,7 +73,7 @@ async def models() -> AsyncIterator[Gateway]:
 async def test_the_paths_of_one_function(models: Gateway, base: str) -> None:
     url = f"{str(models.client.base_url).rstrip('/')}{base}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        # The path names the function, so a caller who has another name for the model need not change it.
+        # The path names the function, so callers may send any name for the model.
         answer = await client.chat.completions.create(model="someone/model-7b", **CHAT)
         assert (answer.choices[0].message.content, answer.model) == ("hello", "someone/model-7b")
         stream = await client.chat.completions.create(model="x", stream=True, **CHAT)

@@ -53,7 +53,7 @@ async def test_a_stream_of_calls(client: Any) -> None:
     assert cities(calls) == ["Ulm", "Rom"]
     assert [call.index for call in calls] == [0, 1]
     assert reasons[-1] == "tool_calls"
-    # Each token of the model is a byte.
+    # Each token of the model is a byte, so the arguments come in many pieces.
     assert len(pieces) > 20
     (choice,) = (await client.chat.completions.create(**CALLS)).choices
     whole = choice.message
@@ -69,7 +69,7 @@ async def test_calls_go_back_to_the_model(client: Any) -> None:
     reply = {"role": "tool", "tool_call_id": first.id, "content": "It rains."}
     history = [*MESSAGES, answer.choices[0].message.model_dump(exclude_none=True), reply]
     again = await client.chat.completions.create(**CALLS | {"messages": history}, max_tokens=3)
-    # The chat template reads the arguments as an object.
+    # The template shows the city, so it got the arguments as an object, not as text.
     assert again.usage.prompt_tokens == len(
         "weather:Rain?I ask.<tool_call>Ulm</tool_call><tool_call>Rom</tool_call>It rains.!<think>"
     )
@@ -129,7 +129,7 @@ async def test_an_answer_that_a_stop_string_cuts_out_of_its_format_is_an_error(
     }
     with pytest.raises(openai.APIError, match="format"):
         await read(await client.chat.completions.create(**asked, stop="7"))
-    # An answer without room has what there is.
+    # An answer that `max_tokens` cuts is no error, although it does not match the format.
     cut = await client.chat.completions.create(**asked | {"stream": False}, max_tokens=3)
     assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ('{"a', "length")
 

@@ -119,7 +119,7 @@ async def test_spans_of_a_cold_request_match_its_server_timing(observed: Observe
     starts = [spans[name].started_s for name in ("fork", "restore", "link", "exec", "respond")]
     assert starts == sorted(starts)
     assert all(one.parent == server.id and within(one, server) for one in spans.values())
-    # The worker, and the caller, see the trace.
+    # The handler gets the server's span in `traceparent`. The caller gets its own header back.
     assert response.json() == {"traceparent": f"00-{by.trace}-{server.id}-01", "tracestate": "shop=a1"}
     assert response.headers["traceparent"] == by.header
     known = {"faas.name": "cold", "faas.invocation_id": "first-1", "faas.trigger": "http", "faas.coldstart": True,
@@ -130,7 +130,7 @@ async def test_spans_of_a_cold_request_match_its_server_timing(observed: Observe
 
 
 async def test_requests_that_aiohttp_reads(observed: Observed) -> None:
-    """Jobs, and requests that aiohttp handles."""
+    """aiohttp handles a request with the header Origin, and a request that becomes a job."""
     function, by = await observed.deploy(ECHOES, name="beside"), caller()
     await function.call(traceparent=by.header, Origin="http://localhost")
     spans = await observed.collector.of_trace(by.trace, "beside", "exec", "respond")
@@ -147,7 +147,7 @@ async def test_the_callers_decision_holds(observed: Observed) -> None:
     answer = await function.answer(traceparent=unsampled.header)
     assert answer["traceparent"].startswith(f"00-{unsampled.trace}-")
     assert answer["traceparent"].endswith("-00")
-    # A header that no trace has is ignored, and the invocation begins a trace.
+    # The gateway ignores an invalid header with only zeros, and begins a new trace.
     answer = await function.answer(traceparent=f"00-{'0' * 32}-{'0' * 16}-01")
     assert answer["traceparent"].endswith("-01")
     await observed.collector.of_trace(answer["traceparent"][3:35], "decided")
@@ -351,7 +351,7 @@ async def test_the_last_spans_of_a_gateway_are_sent_at_its_end() -> None:
 
 async def test_without_an_endpoint_nothing_is_imported() -> None:
     with short_folder() as folder:
-        # Other tests of this module have set the variable.
+        # Set the variable to nothing, because a fixture of this module has set it.
         environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}
         async with gateway_process(folder / "state", environ=environ) as gateway:
             source = "import sys\ndef handler(event, context):\n    return [context.traceparent, 'opentelemetry' in sys.modules]"

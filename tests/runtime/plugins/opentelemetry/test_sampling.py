@@ -47,9 +47,9 @@ def test_no_request_is_sampled(sampler: Sampler) -> None:
 def test_a_share_of_the_requests_is_sampled_by_ids_that_the_sampler_takes(share: float) -> None:
     sampler = TraceIdRatioBased(share)
     found = [one for one in roots(ParentBasedTraceIdRatio(share), 40_000) if one]
-    # Six standard deviations.
+    # Allow six standard deviations.
     assert abs(len(found) - 40_000 * share) < 6 * (40_000 * share * (1 - share)) ** 0.5
-    # Another service with the same sampler decides the same.
+    # Another service with the same sampler samples all these traces, too.
     assert all(sampler.should_sample(None, int(one[3:35], 16), "x").decision.value for one in found)
 
 

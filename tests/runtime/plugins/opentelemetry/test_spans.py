@@ -1,4 +1,4 @@
-"""What the spans of invocations hold while they wait to be made, and how they belong together."""
+"""Spans of invocations: what is kept in memory until the spans are made, and their parents, links and attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The observer of handlers' calls: when there is one, and which span is the current one."""
+"""The observer of handlers' calls: when a worker has an observer, and which span is current during a call."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_collector_that_does_not_answer_keeps_no_worker_alive(
     spans._shutdown = lambda: answer.wait(30) and None
     spans.close()
     (left,) = set(threading.enumerate()) - before
-    # Python waits for other threads at the end of a process.
+    # At the end of a process, Python waits for all threads that are not daemons.
     assert left.daemon
     answer.set()
     left.join(30)

@@ -110,7 +110,7 @@ def test_a_final_prediction() -> None:
 def test_a_running_prediction_shows_its_pieces() -> None:
     assert as_told(job(JobState.IN_PROGRESS, started_s=1.0), (b"1", b'"a"'))["output"] == [1, "a"]
     assert as_told(job(JobState.IN_PROGRESS, started_s=1.0, progress=b'"half"'))["output"] == "half"
-    # The error of an earlier attempt is not shown while the next one runs.
+    # The error of an earlier attempt is not shown while the job waits for the next attempt.
     assert as_told(job(JobState.IN_QUEUE, error={"message": "no"}))["error"] is None
 
 

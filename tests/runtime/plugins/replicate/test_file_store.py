@@ -51,7 +51,7 @@ def test_a_file_is_its_owners(store: FileStore, root: Path) -> None:
 
 
 def test_a_stored_file_is_on_the_disk(store: FileStore, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The content, the facts beside it and their folder are synced before the file gets its place, and the place after that."""
+    """The content, about.json and their hidden folder are synced before the folder gets its final name. Then the root is synced."""
     synced: list[str] = []
     fsync = os.fsync
 
@@ -76,7 +76,7 @@ def test_an_upload_has_a_limit(store: FileStore, root: Path) -> None:
         upload.write(b"12345")
     store.discard(upload)
     assert list(root.iterdir()) == []
-    # A thread may still write when the caller has left.
+    # A thread may still write after its caller has left and the upload is discarded. The write must fail.
     with pytest.raises(StorageFull):
         upload.write(b"1")
 
@@ -114,7 +114,7 @@ def test_files_expire(store: FileStore, root: Path, monkeypatch: pytest.MonkeyPa
         store.get(first, "me")
     store.sweep()
     assert [one.name for one in root.iterdir()] == [f".{running.file_id}"]
-    # The next gateway finds no upload that goes on.
+    # The next gateway removes the incomplete uploads of this one when it starts.
     opened(root)
     assert list(root.iterdir()) == []
     store.discard(running)

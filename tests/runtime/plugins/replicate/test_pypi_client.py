@@ -48,7 +48,7 @@ async def test_run(client: replicate.Client, predictor: Callable[..., Any]) -> N
     assert await asyncio.to_thread(client.run, f"me/{function.name}", {"text": "so"}) == "so"
     with pytest.raises(ModelError, match="no such text"):
         await client.async_run(f"me/{function.name}", {"text": "raise"})
-    # Not waiting: the client polls.
+    # With `wait=False`, the client polls.
     assert await client.async_run(f"me/{function.name}", {"text": "so"}, wait=False) == "so"
 
 

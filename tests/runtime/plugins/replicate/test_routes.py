@@ -256,7 +256,7 @@ async def test_only_urls_of_this_gateway_are_its_files(
     body["input"]["image"] = f"http://models.example/v1/files/{file_id}/download"
     found = await call("POST", "/replicate/v1/predictions", body, Prefer="wait", Host="models.example")
     assert found.json()["output"] == "acontent.txt", found.text
-    # A file of another host is downloaded from there. Here, no server listens.
+    # A file of another host is downloaded from that host. No server listens at this address, so the download fails.
     body["input"]["image"] = f"http://127.0.0.1:1/v1/files/{file_id}"
     found = await call("POST", "/replicate/v1/predictions", body, Prefer="wait")
     assert (found.json()["status"], "cannot be fetched" in found.json()["error"]) == ("failed", True)
@@ -270,7 +270,7 @@ async def test_a_deep_input_with_a_file_for_a_container_is_refused(
 ) -> None:
     function, call = await predictor(), await caller()
     own = (await call.upload("in.txt", b"content")).json()["urls"]["get"]
-    # Its files are in the body, as for a function with an image.
+    # Put the contents of files into the input, as for a function in a container, which cannot read their paths.
     given = files.FilesApi.given
     monkeypatch.setattr(files.FilesApi, "given", lambda self, *how: given(self, *how[:3], 1 << 20))
     deep = json.loads("[" * 600 + json.dumps(own) + "]" * 600)
@@ -278,11 +278,11 @@ async def test_a_deep_input_with_a_file_for_a_container_is_refused(
         body = {"version": function.name, "input": {"text": "a", "image": value}}
         found = await call("POST", "/replicate/v1/predictions", body)
         assert found.status_code == status, found.text
-    # The first one has the file's content, and the second one is nested too deeply for JSON.
+    # Only the first request made a prediction: the second input is nested too deeply. The file's content is in the input.
     [made] = (await call("GET", "/replicate/v1/predictions")).json()["results"]
     shown = (await call("GET", f"/replicate/v1/predictions/{made['id']}")).json()
     assert shown["input"]["image"][0]["file"].startswith("data:text/plain;name=content.txt;base64,")
-    # Each place gets the content, so it counts each time.
+    # The input gets the content for each of the ten references, so the size counts ten times.
     large = (await call.upload("in.txt", b"x" * (200 << 10))).json()["urls"]["get"]
     body = {"version": function.name, "input": {"text": "a", "image": [large] * 10}}
     found = await call("POST", "/replicate/v1/predictions", body)
@@ -303,7 +303,7 @@ async def test_a_file_that_has_lost_its_content(
 
 async def test_a_full_disk(gateway: Gateway, caller: Callable[..., Any]) -> None:
     call, limits = await caller(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    # No file of this process may be larger: a write beyond it fails as on a full disk.
+    # Limit the files of this process to 8 MiB. A write beyond the limit fails, as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, limits[1]))
     try:
         refused = await call.upload("large", bytes(9 << 20))
@@ -317,7 +317,7 @@ async def test_a_full_disk(gateway: Gateway, caller: Callable[..., Any]) -> None
 
 async def test_links_behind_a_proxy(gateway: Gateway, caller: Callable[..., Any], tmp_path: Path) -> None:
     told = {"X-Forwarded-Proto": "https", "X-Forwarded-Host": "models.example"}
-    # This gateway trusts no proxy.
+    # This gateway trusts no proxy, so it ignores the headers.
     assert (await (await caller())("GET", "/replicate/v1/models", **told)).text.count("https://") == 0
     with short_folder() as folder:
         expired = folder / "state/files/.interrupted"

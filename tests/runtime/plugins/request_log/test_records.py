@@ -102,7 +102,7 @@ def test_a_pointer_finds_its_values(pointer: str, values: list[int]) -> None:
         (b'{"a":1}', "text/plain", False),
         (b"not JSON", "", False),
         (b"", "", False),
-        # 256 KiB with the quotation marks.
+        # This body has 256 KiB with its quotation marks, which is the limit.
         (b'"%s"' % (b"x" * ((256 << 10) - 2)), "", True),
         (b'"%s"' % (b"x" * ((256 << 10) - 1)), "", False),
     ],

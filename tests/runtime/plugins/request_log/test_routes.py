@@ -34,7 +34,7 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
-    """A gateway that writes soon, and whose windows and room are small."""
+    """A gateway that soon writes calls to their store. Its statistics have small windows, and few bytes of calls may wait."""
     with pytest.MonkeyPatch.context() as patch, short_folder() as folder:
         patch.setattr(function_log, "BATCH_S", 0.02)
         patch.setattr(function_log, "FIRST_RETRY_S", 0.02)
@@ -46,7 +46,7 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    """moto's S3, with the bucket `logs`."""
+    """Yield the endpoint of moto's S3, which has the bucket `logs`."""
     with moto_server() as endpoint:
         client(endpoint).create_bucket(Bucket="logs")
         yield endpoint
@@ -85,7 +85,7 @@ async def metrics(gateway: Gateway, function: Function) -> dict[tuple[str, ...],
 
 
 async def counted(gateway: Gateway, function: Function, written: int) -> None:
-    """Wait until the metrics count these written calls. They do so after the store has them. None was dropped."""
+    """Wait until the metrics count `written` calls, and check that no call was dropped. A call counts after the store has it."""
 
     async def told() -> bool:
         return (await metrics(gateway, function))["request_log_written_total",] >= written
@@ -165,19 +165,19 @@ async def test_batches_go_to_s3_with_the_secrets_of_the_function(deploy, gateway
 
 async def test_a_store_that_fails_slows_no_call_and_its_calls_are_counted(deploy, gateway: Gateway):
     with socket.socket() as silent:
-        # Connections are accepted, and no request gets a response.
+        # The store accepts connections, but never answers a request.
         silent.bind(("127.0.0.1", 0))
         silent.listen(64)
         function = await deploy(SCORES, {"request_log.store": "s3://logs/calls"}, check=False)
         await secrets(gateway, function, f"http://127.0.0.1:{silent.getsockname()[1]}")
         await function.answer({"age": 1})
         for _ in range(20):
-            # The store never answers. A busy machine alone may take seconds.
+            # The call must not wait for the store. The limit is long, because a busy machine may take seconds.
             async with asyncio.timeout(20):
                 await function.answer({"age": 1, "size": 100_000})
         found = await metrics(gateway, function)
         assert found["request_log_written_total",] == 0
-        # The room of 1,000,000 bytes leaves a share for other functions.
+        # Calls of at most 1,000,000 bytes may wait, and one function may not use all of that.
         assert found["request_log_dropped_total",] >= 10
 
 
@@ -194,7 +194,7 @@ async def test_a_store_that_does_not_answer_holds_up_no_end_of_a_gateway(
             function = await gateway.deploy(SCORES, {"request_log.store": "s3://logs/calls"}, check=False)
             await secrets(gateway, function, f"http://127.0.0.1:{silent.getsockname()[1]}")
             await function.answer({"age": 1})
-            # The write has begun.
+            # Accept the connection: the write of the first call has begun.
             connection, _ = await asyncio.get_running_loop().sock_accept(silent)
             await function.answer({"age": 2})
         connection.close()
@@ -222,7 +222,7 @@ async def test_numbers_have_statistics_which_a_deploy_keeps(deploy, gateway: Gat
     function = await deploy(SCORES, settings)
     for age in range(20):
         await function.answer({"age": age})
-    # A new revision has the same log.
+    # The new revision continues the statistics of the function.
     await deploy(SCORES.replace("event[", "2 * event["), settings, name=function.name)
     for age in range(20):
         await function.answer({"age": age + 50})
@@ -235,7 +235,7 @@ async def test_numbers_have_statistics_which_a_deploy_keeps(deploy, gateway: Gat
     assert found["value_mean", AGE] == pytest.approx(34.5)
     assert 15 < found["value_quantile", "0.5", AGE] < 55
     assert found["value_shift", AGE] > 1
-    # Neither a redacted number nor a name counts.
+    # The score, which is redacted, and the name, which is no number, have no statistics.
     assert {key[-1] for key in found if key[0].startswith("value")} == {AGE}
 
 

@@ -23,7 +23,7 @@ SHOW = "def handler(job): return job" + START
 
 
 async def invoke(gateway: Gateway, name: str, event: Any, **how: Any) -> Output:
-    """Invoke as the dispatcher of jobs does."""
+    """Submit an invocation to the function, as the dispatcher of jobs does, and return its output."""
     assert gateway.server is not None
     now_s = time.monotonic()
     invocation = Invocation(
@@ -105,7 +105,7 @@ async def test_error_and_refresh(examples: dict[str, Function]) -> None:
     assert "number is a required input." in (await function.error({"input": {}}))["message"]
     raised = await function.error({"input": {"number": 42}})
     assert (raised["details"]["exception"], raised["details"]["file"]) == ("ValueError", "handler.py")
-    # The output that requests a new worker shows only in that the next one runs in another.
+    # The event `fresh` requests a new worker. The output does not show it, but the next call runs in another process.
     last = await function.answer({"input": {"number": 9, "fresh": True}})
     assert last == {"root": 3.0, "pid": first["pid"]}
     assert (await function.answer({"input": {"number": 9}}))["pid"] != first["pid"]
@@ -164,7 +164,7 @@ runpod.serverless.start({"handler": handler, "concurrency_modifier": modifier})
             return bool(status["queued"] + status["in_flight"] == 4)
 
         await until(all_there, "the fourth")
-        # Three at once, in one worker.
+        # One worker runs three calls at once, and the fourth call waits.
         assert len(gate.arrived) == 3
         assert len({arrival.pid for arrival in inside}) == 1
         gate.open()
@@ -274,7 +274,7 @@ def test_the_modifier_is_asked_at_the_start_and_after_each_job(made: Callable[..
     resolved.set_up()
     resolved()
     assert resolved.host.sizes == [2, 3]
-    # A plain handler does not run concurrently.
+    # A plain handler does not run concurrently, so its modifier is not called.
     plain = made("handler.py", "def handler(job): return 1" + start)
     assert plain.handler.setup is None
     plain()
@@ -342,7 +342,7 @@ def test_start_in_a_module_that_the_file_imports(made: Callable[..., Any]) -> No
         "runpod:handler.py", "import inner\n", **{"inner.py": "def handler(job): return __name__" + START}
     )
     assert resolved() == "inner"
-    # Its import never ended, but it holds the handler.
+    # The import of `inner` never ended, but the module must stay, because the handler is in it.
     assert "inner" in sys.modules
 
 

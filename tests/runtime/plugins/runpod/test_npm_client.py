@@ -43,7 +43,7 @@ async def said(script: Path, gateway: Gateway, function: str, *calls: list[Any])
     """Return the results of the calls of the client's methods."""
     words = (f"{gateway.url}/v2", function, json.dumps(calls))
     output = await npm.finished("node", str(script), *words, cwd=script.parent)
-    # The client itself prints how it waits.
+    # Skip other lines, because the client prints how it waits.
     answers = [line for line in output.splitlines() if line.startswith("answer ")]
     return [json.loads(line.removeprefix("answer ")) for line in answers]
 

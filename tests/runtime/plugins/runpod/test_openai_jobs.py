@@ -20,7 +20,7 @@ from .test_routes import Queue
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-# Writes what it has read, a word at a time. Each answer ends with the usage.
+# Yields the words of the prompt, one at a time. The last delta of each answer has the usage.
 ECHO = """
 import gate
 from pilotflame import Delta, GenerationRequest
@@ -124,7 +124,7 @@ async def test_a_stream_of_events_is_resumed_anywhere(
     id_ = await queue.run(job("one - two", route, stream=True, n=2))
     await queue.ended(id_)
     whole = await events(queue, id_)
-    # The pieces before are read in slices.
+    # Let a resumed stream read the earlier pieces in slices of two.
     monkeypatch.setattr(openai_jobs, "MOST_READ", 2)
     numbers = [int(number) for number in re.findall(r"id: (\d+)\n", whole)]
     assert len(numbers) > 2

@@ -124,7 +124,7 @@ async def test_nothing_waits_for_a_cold_start(deploy, gate: Gate):
 async def test_workers_that_cannot_start_are_unhealthy_or_throttled(
     deploy, gateway: Gateway, state, gate: Gate
 ):
-    """`unhealthy` are failed starts, and `throttled` are workers that waiting jobs need and that may not start."""
+    """`unhealthy` counts failed starts. `throttled` counts workers that waiting jobs need, but that may not start."""
     queue = Queue(
         await deploy("def setup(context):\n    raise ValueError\ndef handler(event): ...\n", check=False)
     )
@@ -221,7 +221,7 @@ async def test_low_priority_goes_last(deploy, gate: Gate):
     queue = Queue(await deploy(WAITS, {"scale.max": "1"}, gate=gate))
     await queue.run("first")
     first = await gate.next("first")
-    # More than the dispatcher has claimed already.
+    # Queue more jobs than the dispatcher claims in advance: `soon` can only overtake jobs that are not claimed.
     for number in range(12):
         low = await queue.run(f"low{number}", policy={"lowPriority": True})
     last = await queue.run("soon")
@@ -293,7 +293,7 @@ async def test_a_function_deleted_while_the_body_arrives_is_404(
     writer.write("\r\n".join([*head, "Expect: 100-continue", "Content-Length: 12", "", ""]).encode())
     try:
         async with asyncio.timeout(LIMIT_S):
-            # The gateway waits for the body.
+            # With 100, the gateway has found the function, and waits for the body.
             assert b"100" in await reader.readline()
             await reader.readline()
             writer.write(b'{"input"')
@@ -324,7 +324,7 @@ async def test_a_stream_is_polled_piece_by_piece(deploy, source: str):
 async def test_a_stream_of_events_is_replayed(deploy):
     queue = Queue(await deploy(STREAMS))
     job = await queue.run(3)
-    # The beginning of the stream decides whether it contains a change of the status.
+    # Ignore status events: the stream has only the changes after its beginning.
     told = [name for name, _, _ in await events(queue, job) if name != "status"]
     assert told == ["output", "output", "output", "completed"]
     assert [number for name, number, _ in await events(queue, job, "2") if name == "output"] == ["3"]
@@ -393,7 +393,7 @@ async def events(queue: Queue, job: str, last: str = "") -> list[tuple[str, str,
     assert response.headers["content-type"].startswith("text/event-stream")
     found = []
     for block in response.text.strip().split("\n\n"):
-        # A heartbeat.
+        # Skip heartbeats.
         if block.startswith(":"):
             continue
         fields = dict(line.split(": ", 1) for line in block.splitlines())

@@ -194,7 +194,7 @@ def test_with_credentials_it_goes_to_the_bucket(
 
 @pytest.fixture
 def s3_client(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What boto3's clients are made with, and what they upload."""
+    """Replace boto3's clients. Return a list of the arguments with which they are made, and of their uploads."""
     boto3 = pytest.importorskip("boto3")
     seen: list[dict[str, Any]] = []
 
@@ -278,7 +278,8 @@ print(runpod.__doc__)
     assert "cannot report progress" in ended.stderr
 
 
-# The machinery of RunPod's worker, and what handlers find elsewhere here: weights that the node keeps, downloads that it checks.
+# Modules that the stand-in need not have. They run RunPod's worker, or do what pilotflame does itself: the node keeps weights and
+# checks downloads.
 LEFT_OUT = {
     "runpod.serverless.modules": {
         "rp_fastapi", "rp_fitness", "rp_gpu_fitness", "rp_http", "rp_job", "rp_local", "rp_ping", "rp_scale", "rp_system_fitness",

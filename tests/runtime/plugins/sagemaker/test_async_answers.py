@@ -51,7 +51,7 @@ def store(endpoint: str) -> Iterator[Any]:
 
 
 async def with_secrets(function: Function, endpoint: str) -> Function:
-    """Give a function what it needs for S3."""
+    """Store the secrets with which a function uses S3."""
     secrets = {"AWS_ACCESS_KEY_ID": "own", "AWS_SECRET_ACCESS_KEY": "own", "AWS_ENDPOINT_URL": endpoint}
     for name, value in secrets.items():
         path = f"/v1/functions/{function.name}/secrets/{name}"

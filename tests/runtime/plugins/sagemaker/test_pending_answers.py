@@ -19,7 +19,7 @@ def test_pending_answers_belong_to_one_gateway(postgres_url: str) -> None:
     one, other = SharedAnswers(pool, "a"), SharedAnswers(pool, "b")
     answer = PendingAnswer(job="job-1", function="f", output="s3://o", failure="s3://f")
     one.put(answer)
-    # There is no such job.
+    # `put` wrote nothing, because the database has no such job.
     assert one.take_over() == []
     pool.rows(JOB, answer.job)
     for _ in range(2):

@@ -26,7 +26,7 @@ WAITS = "import gate\ndef handler(event):\n    yield 'first'\n    gate.wait('beg
 
 
 def client_of(url: str, *, key: str = "any", secret: str = "any") -> Any:
-    """boto3's client, as its users make it."""
+    """Return a client of boto3 that sends its requests to the gateway."""
     return boto3.client(
         "sagemaker-runtime", endpoint_url=f"{url}/sagemaker", region_name="us-east-1", aws_access_key_id=key,
         aws_secret_access_key=secret, config=Config(retries={"total_max_attempts": 1}, proxies={}),
@@ -39,7 +39,7 @@ def aws(gateway: Gateway) -> Any:
 
 
 async def invoke(client: Any, name: str, body: Any, **more: Any) -> dict[str, Any]:
-    """Invoke; the body is read."""
+    """Invoke an endpoint. In the returned response, the body is read."""
 
     def called() -> dict[str, Any]:
         found = dict(client.invoke_endpoint(EndpointName=name, Body=body, **more))
@@ -187,7 +187,7 @@ async def test_keys_sign_and_a_function_that_the_key_does_not_cover_does_not_exi
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def alone() -> AsyncIterator[Gateway]:
-    """A gateway with one function, which streams if its event is a list."""
+    """A gateway that serves the paths of containers. Each test deploys its functions."""
     with short_folder() as folder:
         async with gateway_here(folder / "state", bare_paths=True) as gateway:
             yield gateway

@@ -95,7 +95,7 @@ def test_a_trace_is_read_in_either_form_and_played_as_fast_as_asked(zipped: bool
     assert slow["calls"] == fast["calls"] == 10
     assert slow["batch_mean"] == 1.0
     assert slow["per_second"] == pytest.approx(10 / 9, rel=0.01)
-    # All calls arrive within thirty milliseconds.
+    # All calls arrive within thirty milliseconds, so batches form.
     assert fast["batch_mean"] > 2
 
 
@@ -347,7 +347,7 @@ async def test_a_replay_of_a_gateway_s_log_holds_the_rungs_that_the_gateway_held
         for down_s in downs
         if calls[0] < down_s < calls[-1]
     ]
-    # The log begins with the first call, so the replay does not know how that one found the function.
+    # The log begins with the first call, so the replay cannot know whether that call was a cold start.
     assert cold[1:] == [False, True, False, True, True]
     assert found["cold_starts"] == len(lower_s) == 3
     assert found["rung_s"]["zygote"] == pytest.approx(sum(lower_s), abs=0.7 * len(lower_s))

@@ -50,7 +50,7 @@ print(json.dumps(found))
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def found(trained: Gateway) -> dict[str, Any]:
-    """What the client has found."""
+    """Return the answers that the script of the client has printed."""
     base = f"{str(trained.client.base_url).rstrip('/')}/tgi/llm"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", CLIENT, base, env={**os.environ, "HF_HUB_OFFLINE": "0"},
@@ -64,7 +64,7 @@ async def found(trained: Gateway) -> dict[str, Any]:
 async def test_texts(found: dict[str, Any]) -> None:
     assert found["whole"] == found["chat"] == KNOWN
     assert "".join(found["stream"]) == KNOWN
-    # Each byte is a token, and the model's own end is the last one.
+    # Each byte is a token, and the last token is the model's end.
     assert len(found["stream"]) == len(KNOWN.encode()) + 1
     assert found["full"] == "A pilot flame lets"
 
@@ -102,7 +102,7 @@ async def test_a_stream_with_details(found: dict[str, Any]) -> None:
 async def test_a_seed_repeats_an_answer(found: dict[str, Any]) -> None:
     one, again, other = found["drawn"]
     assert one == again != other
-    # The details have the seed, also if the gateway has drawn it.
+    # The second request has the seed that the gateway had drawn for the first one and named in the details.
     one, again = found["repeated"]
     assert one == again
 

@@ -22,7 +22,7 @@ def event(stream: bool = False, **parameters: Any) -> GenerationRequest:
 def test_without_parameters_each_token_is_the_likeliest() -> None:
     assert event() == GenerationRequest(prompt="Hi", temperature=0)
     assert event().greedy
-    # A seed alone draws nothing, and 1 is the default of both.
+    # A seed alone does not turn on sampling, nor do temperature and top_p at 1, their default.
     assert event(seed=3, temperature=1.0, top_p=1.0).seed is None
 
 
@@ -31,7 +31,7 @@ def test_tokens_are_drawn(asked: dict[str, Any]) -> None:
     found = event(**asked)
     assert found.seed is not None
     assert found.temperature == asked.get("temperature", 1)
-    # The defaults of the model's authors do not apply.
+    # All these fields are set, so that the model's own defaults for sampling do not apply.
     assert {"temperature", "top_k", "top_p", "repetition_penalty"} <= found.model_fields_set
 
 

@@ -95,7 +95,7 @@ async def test_errors(deploy: Any, gateway: Gateway) -> None:
 
 
 async def test_a_container(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment names its routes. They count, also if another platform has the same."""
+    """The environment names the routes of the container. Vertex AI gets them even if another platform has the same paths."""
     monkeypatch.setenv("AIP_HEALTH_ROUTE", "/ping")
     monkeypatch.setenv("AIP_PREDICT_ROUTE", "/predictions")
     async with gateway_here(state, bare_paths=True) as gateway:
