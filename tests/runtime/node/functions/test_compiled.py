@@ -1,4 +1,4 @@
-"""What torch.compile makes for a function is there for later workers, and for no other function. A real compiler."""
+"""What torch.compile makes for a function is reused by its later workers, and by no other function. The compiler is real."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler: install g++"),
 ]
 
-# Without vector instructions, inductor need not find out which ones the compiler has: 10 s instead of 18.
+# Without vector instructions, inductor need not find out which of them the compiler has. This saves 8 of 18 s.
 COMPILES = """
 import os, torch
 def setup(context):
@@ -44,7 +44,7 @@ def handler(event):
         return sorted(os.listdir(event.get("path") or own))
     return [str(own), os.environ["TRITON_CACHE_DIR"], os.environ["CUDA_CACHE_PATH"]]
 """
-# Compiles as g++ does. The first kernel is left with a part of its bytes, as by a linker that is killed.
+# Compiles as g++ does, but leaves the first kernel with only a part of its bytes, like a linker that is killed.
 HALF_COMPILER = """#!{python} -S
 import os, socket, subprocess, sys
 arguments = sys.argv[1:]
@@ -80,7 +80,7 @@ async def test_what_was_compiled_is_there_after_a_restart_and_nothing_of_a_kille
         arrival = await gate.next("half", limit_s=300)
         (library,) = (state / "compiled" / "f").rglob("*.main.so")
         assert gateway.process is not None
-        # All at once, as when a container ends. The worker first, which would see the end of its compiler.
+        # Kill all processes at once, as when a container ends. The worker is first, because it would see the end of its compiler.
         ends = [*await function.pids("worker"), arrival.pid, gateway.process.pid]
         for pid in ends:
             os.kill(pid, signal.SIGKILL)

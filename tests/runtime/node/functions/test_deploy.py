@@ -1,4 +1,4 @@
-"""Preparing a deploy with a real store and real folders; a failed one leaves nothing."""
+"""Preparing a deploy with a real store and real folders; a failed deploy leaves nothing."""
 
 import io
 import sys
@@ -173,7 +173,7 @@ def test_processors_are_shared_out_unless_the_settings_name_threads(store: Store
     assert spec.threads == 1
     one, two = (FunctionSettings(name="f", scale=Scale(max=workers)) for workers in (1, 2))
     assert fair_threads(one) >= fair_threads(two) >= 1
-    # A function in a container has no more than its container.
+    # `resources.cpus` limits the processors that the workers share.
     assert fair_threads(one.model_copy(update={"resources": Resources(cpus=1.5)})) == 1
 
 
@@ -183,7 +183,7 @@ def test_processors_are_shared_out_unless_the_settings_name_threads(store: Store
         ("", False),
         ("scale.park_after_s = 5", True),
         ("resources = {gpus = 1, gpu_memory_mb = 4096}", True),
-        # The gateway ends such workers to make room.
+        # The gateway does not park such workers: it ends them to make room.
         ("resources.gpus = 1", False),
     ],
 )
@@ -362,7 +362,7 @@ def test_a_revision_has_copies_of_the_assets_and_links_to_the_rest(
     assert (found.assets / "config.json").read_text() == "one"
     assert (found.assets / "pooling/config.json").read_text() == "two"
     assert (found.assets / "model.safetensors").samefile(weights / "model.safetensors")
-    # A file that has changed within the last tick of the clock has no version.
+    # The file may have no version, because it may have changed within the last tick of the clock.
     assert set(found.versions) <= {"model.safetensors"}
 
 
@@ -395,7 +395,7 @@ def test_weights_with_a_manifest_are_compared_once_for_all_deploys(
         ComparedShards, "_read", lambda self, number, file: reads.append(number) or read(self, number, file)
     )
     create(weights).write(weights / MANIFEST_NAME)
-    # Longer than a tick of the clock of files.
+    # Wait for longer than a tick of the clock of files, so that the files get versions.
     time.sleep(0.03)
     for _ in range(3):
         store.promote(published(store, prepared(store, folder, overrides={"snapshot": str(weights)})))

@@ -119,7 +119,7 @@ async def test_a_ready_worker_refuses_weights_that_were_written_to(deploy, tmp_p
 
 
 async def test_a_revision_without_a_record_compares_all_bytes(gateway, deploy, tmp_path):
-    """As one of an earlier release, or with a record that is damaged."""
+    """A revision of an earlier release has no record, and a record may be damaged."""
     right = written(tmp_path)
     function = await deploy(HANDLER, {"snapshot": str(tmp_path)})
     (record,) = gateway.state.glob(f"functions/{function.name}/*/versions.json")
@@ -214,7 +214,7 @@ class History:
             self.live = response.json()["revision"]
             self.right[self.live] = self.here, {name: (self.root / name).read_bytes() for name in FILES}
         elif response.status_code == 201:
-            # It was put back byte for byte.
+            # `here` is None while the weights are damaged. Putting them back byte for byte sets it again.
             raise AssertionError(f"damaged weights were deployed after {self.steps}")
 
     def change(self, how: str) -> None:

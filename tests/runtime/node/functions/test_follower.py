@@ -72,14 +72,14 @@ async def test_what_a_deploy_has_returned_is_served_by_all(pair: Pair):
         assert function.described["warnings"] == []
         assert await pair.other.gateway.function("everywhere").answer() == text
         assert pair.one.live("everywhere") == pair.other.live("everywhere") != ""
-    # The other one may go on from there.
+    # The other gateway may deploy the next revision.
     await pair.other.gateway.deploy(version("third"), name="everywhere")
     assert await pair.one.gateway.function("everywhere").answer() == "third"
     assert pair.one.live("everywhere").startswith("r3-")
 
 
 async def test_a_gateway_does_not_lag_behind_its_own_deploy(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    """It reads its change, as after each heartbeat, between the commit and the start of the new revision."""
+    """The gateway reads its own change, as after each heartbeat, between the commit and the start of the new revision."""
     follower, loop = pair.one.follower, asyncio.get_running_loop()
     store, lagged = follower.shared.store, list[bool]()
     promote = store.promote
@@ -241,7 +241,7 @@ async def test_a_change_that_fails_is_told_and_tried_again(pair: Pair, monkeypat
     assert await function.answer() == "old"
     (told,) = (await function.status())["warnings"]
     assert "There is no such package" in told
-    # Other functions go on.
+    # The changes of other functions are still followed.
     await pair.one.gateway.deploy(version("fine"), name="easy")
     await until(lambda: asyncio.to_thread(lambda: pair.other.live("easy")), "the other function")
     entry = await asyncio.to_thread(pair.one.revisions.index.entry, "picky")

@@ -56,7 +56,7 @@ async def test_what_runs_ends_and_what_comes_is_refused_with_the_remedy(gateway,
         assert f"pilotflame resume {function.name}" in error["remedy"]
     arrival.go()
     assert await running == "runs"
-    # Neither scale.min nor the zygote comes back.
+    # No worker starts for scale.min, and no zygote is launched.
     await at_zero(function)
     warmup = await gateway.client.post(f"/v2/{function.name}/warmup", json={})
     assert failure(warmup)["type"] == "function_paused"
@@ -73,7 +73,7 @@ async def test_a_zygote_that_is_killed_does_not_come_back(gateway, deploy):
         (zygote,) = await function.pids("zygote")
         os.kill(zygote, signal.SIGKILL)
         await gone(zygote)
-    # The second launch comes after a delay, in which it is paused.
+    # The second launch comes after a delay. Pause the function during this delay.
     await function.logged("a new one is launched in 0.5 s")
     await change(gateway, function, "pause")
     await function.logged("no new zygote is launched")
@@ -129,7 +129,7 @@ async def test_a_schedule_starts_nothing(gateway, deploy):
     await change(gateway, function, "pause")
     await at_zero(function)
     await change(gateway, function, "resume")
-    # The schedule's time has not ended.
+    # The schedule's time has not ended, so its worker starts again.
     await function.settled(ready=1)
 
 
@@ -170,5 +170,5 @@ async def test_it_stays_paused_over_a_kill_and_a_restart(state: Path):
     async with gateway_here(state) as gateway:
         assert await gateway.function("kept").answer(1) == 1
         await gateway.client.delete("/v1/functions/kept")
-        # A function of the same name is not paused.
+        # A new function of the same name is not paused.
         assert await (await gateway.deploy(ECHO, name="kept")).answer(2) == 2

@@ -39,7 +39,7 @@ def fired(alarms: Alarms, start: float, end: float) -> list[float]:
 @pytest.mark.parametrize(
     ("day", "expected"),
     [
-        # The clocks go forward at 02:00 and back at 03:00: at 01:00 UTC, both times.
+        # In March, the clocks go forward at 02:00, and in October they go back at 03:00. Both are at 01:00 UTC.
         ((2026, 3, 29), [unix(2026, 3, 29, 1, 0)]),
         ((2026, 10, 25), [unix(2026, 10, 25, 0, 30)]),
         ((2026, 6, 15), [unix(2026, 6, 15, 0, 30)]),
@@ -61,7 +61,7 @@ def test_each_time_fires_exactly_once_whenever_the_timer_looks(pauses_s: list[fl
         assert following is not None
         now += pause_s
         found = list(alarms.due(now))
-        # A time that was missed still wants its workers for the rest of its period.
+        # If the timer looks late, the schedule fires once, and wants its workers for the rest of its period.
         assert len(found) == (following <= now)
         assert all(99_900 - 1800 < left_s <= 100_000 for _, _, left_s in found)
         assert list(alarms.due(now)) == []
@@ -79,10 +79,10 @@ def test_a_clock_that_is_set_back():
     assert [left_s for _, left_s in alarms.put("f", [HALF_PAST_TWO], now)] == [540.0]
     assert list(alarms.due(now)) == []
     assert list(alarms.due(now - 120)) == []
-    # It has fired at this time.
+    # The schedule has fired at this time, so it does not fire again.
     assert alarms.next_at() == unix(2026, 6, 16, 0, 30)
     assert list(alarms.due(now)) == []
-    # Set back over several of its times, it fires at the first of them.
+    # If the clock is set back over several times of the schedule, it fires at the first of them.
     assert list(alarms.due(now - 5 * 86400)) == []
     assert alarms.next_at() == unix(2026, 6, 11, 0, 30)
     assert [name for name, _, _ in alarms.due(unix(2026, 6, 11, 0, 30))] == ["f"]
@@ -174,7 +174,7 @@ class TestUpstream:
         assert 'pilotflame_prewarms_total{function="second",signal="upstream",used="true"} 1.0' in metrics
 
     async def test_a_learned_upstream_function(self, gateway: Any, deploy: Any):
-        """The calls of `b` follow those of `a`. From the fourth round on, a worker of `b` is there before them."""
+        """Each call of `b` follows a call of `a`. From the fourth round on, a worker of `b` is ready before the call of `b`."""
         idle = {"scale.idle_timeout_s": 0}
         a, b = await deploy(ECHO, idle, name="a"), await deploy(ECHO, idle, name="b")
         cold = []
@@ -184,7 +184,7 @@ class TestUpstream:
             if len(cold) >= 3:
                 await b.settled(ready=1)
             cold.append((await b.call(1)).headers["x-cold-start"])
-            # Calls that come again within a second are not looked at.
+            # Wait, because the gateway ignores calls of a function that come again within a second.
             await asyncio.sleep(1.0)
         assert cold == ["true"] * 3 + ["false"] * 2
         history = gateway.server.functions.get("b").workers.function
@@ -242,7 +242,7 @@ class TestUpstream:
                 one.cause.partition(" ")[2] for one in history.decisions.since(0) if one.action == "start"
             }
             assert causes == {""}
-            # The owner's own function starts one.
+            # A call of the owner's own function starts a worker.
             await by("own").function("own").answer(1)
             await by("mine").function("mine").settled(ready=1)
             theirs = gateway.server.functions.get("theirs").workers.function

@@ -15,7 +15,7 @@ from live import LIMIT_S, Function, Gate, Gateway, events, failure, gateway_here
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# A call that outlives this time runs on, because only calls that wait for its place can end it.
+# A call may run on for longer than this time: it ends only if other calls wait for the place of its worker.
 DRAIN_S = 0.2
 SOURCE = """
 import gate
@@ -66,7 +66,7 @@ async def test_a_started_call_outlives_its_revision(gateway, deploy, gate: Gate,
         assert (await gateway.client.delete(f"/v1/functions/{function.name}")).status_code == 200
     else:
         await replaced(gateway, function, how)
-    # Longer than the gateway gave such calls, and the time in which it killed their worker.
+    # Wait for longer than `drain_s` and the time in which the gateway would kill the worker of the call.
     await asyncio.sleep(DRAIN_S + 0.6)
     assert not running.done()
     begun.go()
@@ -100,7 +100,7 @@ async def test_a_delete_answers_while_calls_run_and_its_name_is_free(gateway, de
         return len(list((gateway.state / "functions" / "gone").glob("r*"))) == 1
 
     await until(alone, "the end of the deleted revision's files")
-    # The end of the deleted function has not taken the counts of the new one.
+    # The end of the deleted function must not remove the counts of the new function.
     metrics = (await gateway.client.get("/metrics")).text
     assert 'pilotflame_invocations_total{code="200",function="gone",source="http"}' in metrics
     assert await function.answer() == "none"
@@ -112,12 +112,12 @@ async def test_a_function_that_is_deleted_while_calls_run_is_gone_after_a_kill(s
         call = asyncio.create_task(function.call("runs"))
         await gate.next()
         await gateway.client.delete("/v1/functions/gone")
-        # What a gateway that is killed now leaves on the disk.
+        # Only the code is left on the disk, also if the gateway is killed now.
         kept = list((state / "functions" / "gone").glob("*/*"))
         assert {path.name for path in kept} == {"code"}
         assert gateway.server is not None
         assert gateway.server.functions.store.functions() == {}
-    # The client has left before the gateway.
+    # The call may fail, because the client leaves before the gateway.
     await asyncio.gather(call, return_exceptions=True)
     async with gateway_here(state) as gateway:
         assert (await gateway.client.get("/v1/functions")).json()["functions"] == []
@@ -176,7 +176,7 @@ async def test_changed_secrets_arrive_after_a_revision_has_drained(gateway, depl
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def narrow(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
-    """`await narrow(**settings)` is a gateway in which one worker fits."""
+    """Yield a function: `await narrow(**settings)` starts a gateway. The tests' settings leave room for one worker."""
     del tmp_path
     stack: list[Any] = []
 
@@ -202,7 +202,7 @@ async def test_calls_that_wait_for_old_calls_wait_for_drain_s(narrow, gate: Gate
     function = await gateway.deploy(version(1), settings, name="one", gate=gate)
     running = asyncio.create_task(function.call("runs"))
     await gate.next("1 runs")
-    # Without the proof of a deploy, which may exceed the limit, the new revision has no worker.
+    # Deploy without a start-up check, whose worker may exceed the limit. So the new revision has no worker.
     await gateway.deploy(version(2), settings, name="one", gate=gate, check=False)
     began_s = time.monotonic()
     waits = asyncio.create_task(function.answer("waits"))
@@ -247,7 +247,9 @@ async def test_a_stream_that_is_ended_for_new_calls_ends_with_the_named_event(na
 async def replaced_on_one_gpu(
     narrow, gate: Gate
 ) -> tuple[Function, asyncio.Task[httpx.Response], asyncio.Task[httpx.Response]]:
-    """Deploy a second version while a call of the first one runs. The deploy needs the worker's place, so it waits for the call."""
+    """Deploy a second version while a call of the first version runs. The deploy needs the worker's place, so it waits for
+    the call. Return the function, the call and the deploy.
+    """
     gateway = await narrow(gpus="0:1000")
     settings = {**FINE, "resources.gpus": 1}
     function = await gateway.deploy(version(1), settings, name="one", gate=gate)

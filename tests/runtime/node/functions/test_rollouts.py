@@ -23,7 +23,7 @@ WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return
 
 @contextlib.asynccontextmanager
 async def called(function: Function) -> AsyncIterator[list[Any]]:
-    """Within the block, eight callers invoke a function again and again. Yields the list of their answers."""
+    """Within the block, eight callers invoke a function again and again. Yield the list of their answers."""
     answers: list[Any] = []
     enough = asyncio.Event()
 
@@ -81,7 +81,7 @@ async def test_a_restart_under_load_fails_no_request_and_brings_the_new_secret(g
     function = await deploy(SECRET, {"scale.max": 2}, name="renewed")
     path = f"/v1/functions/{function.name}"
     before = (await function.status())["revision"]
-    # A restart starts as many workers as are ready now.
+    # Make a worker ready first, because a restart starts as many workers as are ready.
     await function.answer()
     async with called(function) as answers:
         for number in range(3):
@@ -147,7 +147,7 @@ async def test_a_restart_under_load_has_as_many_workers_as_before_or_as_can_star
     await gate.next()
     await gate.next()
     assert len(list(tmp_path.iterdir())) == 2
-    # There is place for one more worker: the restart needs only one that gets ready.
+    # Only one more worker can start. This is enough: the restart needs only one worker that gets ready.
     response = await function.client.post("/v1/functions/scarce/restart")
     assert response.status_code == 200, response.text
     assert len(list(tmp_path.iterdir())) == 3
@@ -178,7 +178,7 @@ async def test_uploads_with_the_same_weights_share_them(gateway, deploy, tmp_pat
     async def removed() -> bool:
         return not list((gateway.state / "weights").iterdir())
 
-    # The first revision may still be retiring.
+    # Wait for the first revision, which may still be retiring.
     await until(removed, "the end of the weights")
 
 
@@ -253,7 +253,8 @@ def handler(event, context):
         for answer in await asyncio.gather(*(function.answer() for _ in range(4))):
             assert answer["answer"] == right
             seen[answer["pid"]] = answer["smaps"]
-    # By now both workers have touched all of it. In KiB; clean once the kernel has written the file to the disk.
+    # By now both workers have read all weights. `Shared` is in KiB and includes dirty pages, because the kernel may not have
+    # written the file to the disk yet.
     again = (await function.answer())["smaps"]
     assert again["Shared"] >= 4096
     assert again["Anonymous"] == 0
@@ -308,7 +309,7 @@ async def test_what_accepts_deploys_is_asked_for_the_owner_of_the_name_only(
         with pytest.raises(Forbidden):
             await deploying
         assert asked == []
-        # `dev` and `serve FOLDER` deploy without a caller, and do not end.
+        # `dev` and `serve FOLDER` deploy without a caller, so `accept` is not asked and cannot refuse the deploy.
         await rollouts.deploy(deployment)
         assert asked == []
         taken = False

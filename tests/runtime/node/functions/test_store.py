@@ -51,12 +51,12 @@ def placed(store: Store, revision: RevisionFields, content: str = "x") -> Revisi
 
 
 def revisions(store: Store, name: str) -> list[RevisionRecord]:
-    """The records that can be read, oldest first."""
+    """Return the records that can be read, oldest first."""
     return store.function(name).records()[::-1]
 
 
 def keeping(store: Store, count: int) -> Store:
-    """The same store, which keeps `count` revisions."""
+    """Return a store with the same folder, which keeps `count` revisions."""
     return Store(store.curves.parent, Reports(), Retention(count))
 
 
@@ -97,7 +97,7 @@ def test_compiled_code_goes_with_its_function(tmp_path: Path, reports: Reports) 
     assert not folders["failing"].exists()
     store.delete("tone")
     assert set((tmp_path / "compiled").iterdir()) == {folders["other"]}
-    # A crash left some of a function that is gone.
+    # A crash left compiled code of a function that was deleted.
     folders["tone"].mkdir()
     Store(tmp_path, reports).start()
     assert set((tmp_path / "compiled").iterdir()) == {folders["other"]}
@@ -124,7 +124,7 @@ def test_stored_prefixes_go_with_their_function(tmp_path: Path, reports: Reports
     assert kept.folder.exists()
     keeping(store, 2).prune("tone")
     assert kept.folder.exists()
-    # The last revision that declares some is gone.
+    # The last revision that declares prefixes is pruned.
     keeping(store, 1).prune("tone")
     assert not kept.folder.exists()
     (kept.folder / "key").mkdir(parents=True)
@@ -133,7 +133,7 @@ def test_stored_prefixes_go_with_their_function(tmp_path: Path, reports: Reports
 
 
 def unprivileged(run: Callable[[Path], object]) -> None:
-    """Call `run` with a new folder in a child without root's rights, which `tmp_path` needs if root runs the tests."""
+    """Call `run` with a new folder in a child without root's rights. The child cannot use `tmp_path` if root runs the tests."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         if child := os.fork():
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -148,13 +148,13 @@ def unprivileged(run: Callable[[Path], object]) -> None:
             run(Path(name))
             code = 0
         finally:
-            # Neither pytest nor the caller goes on in the child.
+            # End the child here, so that neither the caller nor pytest goes on in it.
             sys.stderr.write(traceback.format_exc() if code else "")
             os._exit(code)
 
 
 def lock_up(root: Path, name: str) -> Path:
-    """Write prefixes without any rights, with a link to a folder outside. Return that folder."""
+    """Write prefixes into folders without any rights, with a link to a folder outside. Return the folder outside."""
     folder, outside = root / "prefixes" / name / "key", root / "outside"
     outside.mkdir(exist_ok=True)
     (folder / "below").mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_a_function_that_locks_its_prefixes_can_be_deleted() -> None:
         outside = lock_up(root, "tone")
         store.delete("tone")
         assert not list((root / "prefixes").iterdir())
-        # A crash left them in `staging`, and beside it.
+        # A crash left locked prefixes of a deleted function, and a locked folder in `staging`.
         lock_up(root, "gone")
         shutil.copytree(root / "functions", root / "staging" / "x")
         (root / "staging" / "x").chmod(0)
@@ -199,7 +199,7 @@ def test_the_store_starts_whatever_is_left(tmp_path: Path, reports: Reports) -> 
         Store(tmp_path, reports).start()
         assert not staged(tmp_path) or "cannot be removed completely" in reports[0]
     finally:
-        # pytest removes its folders with shutil, too.
+        # Remove the folder here, because pytest would use shutil, too.
         subprocess.run(["rm", "-r", tmp_path / "staging"], check=True)
 
 

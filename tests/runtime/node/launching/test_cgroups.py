@@ -1,4 +1,4 @@
-"""Which cgroups may be made, by what the kernel lists, and what is written into those of version 2."""
+"""Which cgroups the gateway may make, according to the kernel's lists, and what it writes into cgroups of version 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pilotflame.runtime.ground.settings.resources import PIDS, Resources
 from pilotflame.runtime.node.launching import cgroups
 from pilotflame.runtime.node.launching.cgroups import Cgroup, Controller, find_controllers
 
-# Each is /proc/self/cgroup and the mounts of cgroups; PLACE is a folder of the test.
+# Each value has the content of /proc/self/cgroup and of /proc/self/mountinfo. PLACE stands for a folder of the test.
 SYSTEMD = ("0::/system.slice/pilotflame.service\n", "30 23 0:26 / PLACE/v2 rw - cgroup2 cgroup2 rw\n")
 HYBRID = (
     "4:memory:/jobs/a\n3:cpu,cpuacct:/jobs/a\n2:pids:/\n1:name=systemd:/\n0::/\n",
@@ -33,7 +33,7 @@ def proc(place: Path, cgroup: str, mountinfo: str) -> Path:
 
 
 def unified(folder: Path) -> Path:
-    """A cgroup of version 2 with one process, as ordinary files."""
+    """Make a cgroup of version 2 with one process from ordinary files. Return its folder."""
     folder.mkdir(parents=True)
     (folder / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
     (folder / "cgroup.subtree_control").write_text("")
@@ -86,7 +86,7 @@ def test_a_group_of_version_2_is_made_beside_the_gateways(
     monkeypatch.setattr(cgroups, "find_controllers", lambda: found)
     group = cgroups.make_cgroup("one", Resources(memory_mb=64, cpus=0.5))
     assert group is not None
-    # Processes are in leaves only.
+    # In version 2, a cgroup whose children have controllers may have no processes, so the gateway moves itself into a child.
     assert (own / cgroups.GATEWAY_GROUP / "cgroup.procs").read_text() == "12"
     assert (own / "cgroup.subtree_control").read_text() == "+cpu +memory +pids"
     written = {path.name: path.read_text() for path in (own / "one").iterdir()}

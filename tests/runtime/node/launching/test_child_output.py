@@ -1,4 +1,6 @@
-"""The last line of a base or fetcher: for the owner of the function, and only if it may say why the process has ended."""
+"""The last line that a base or fetcher printed: an error has it for the function's owner alone, and only if the line is
+recent enough to explain the end of the process.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What holds the processes of a function at their limits: cgroups, folders of their own, and Landlock."""
+"""The limits of a function's processes: cgroups, folders for temporary files, and Landlock."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_a_handler_that_takes_too_much_is_stopped_and_its_neighbour_is_not
     assert (children < 40, why) == (True, "BlockingIOError")
     assert pid > 0
     assert await function.answer({"do": "spin", "with": [0.8]}) < 0.5
-    # What the handler has forked ends with the function, and so does its cgroup.
+    # Processes that the handler forked end when the function is deleted, and the function's cgroup is removed.
     (worker,) = await function.pids("worker")
     (joined,) = {
         line.rpartition("/")[2]
@@ -165,7 +165,7 @@ async def test_a_crashed_worker_leaves_no_file_with_its_memory(deploy) -> None:
 
 @pytest.fixture
 def tmp_root(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the confinements of a gateway with `state` are to have their folders for temporary files."""
+    """Return the folder in which the confinements of a gateway with `state` make their folders for temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return Confinements(state, tmp_path / "cache").tmp_root
 
@@ -201,7 +201,7 @@ async def test_a_folder_that_another_user_made_first_is_not_used(state: Path, tm
 async def test_the_folders_are_locked_while_the_gateway_runs(state: Path, tmp_root: Path) -> None:
     confinements = Confinements(state, state)
     made = confinements.make(spec_of())
-    # systemd-tmpfiles takes this lock before it removes old files.
+    # systemd-tmpfiles needs this lock before it removes old files, so it skips the locked folder.
     descriptor = os.open(tmp_root, os.O_RDONLY)
     with pytest.raises(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -258,7 +258,7 @@ async def test_a_revision_that_is_closed_while_its_base_starts_leaves_nothing(
         await asyncio.sleep(0)
         supervisor.close()
         await supervisor.wait_closed()
-        # The zygote finds no code, or it is not used any more.
+        # The open fails because there is no code, or because the zygote was closed first.
         with pytest.raises(PilotflameError):
             await opening
         assert not [*tmp_root.iterdir()]
@@ -290,11 +290,11 @@ async def test_private_files_hide_the_gateway_and_other_functions(gateway, deplo
             assert "Permission denied" in await raised(function, "read", str(path)), path
     for folder in (gateway.state, gateway.state / "functions", gateway.state / "files"):
         assert "denied" in await raised(function, "list", str(folder))
-    # The gateway tells workers the names of uploaded files.
+    # A handler may read an uploaded file whose name it knows, because the gateway tells workers these names.
     (gateway.state / "files" / "name-that-is-known").write_text("uploaded")
     known = str(gateway.state / "files" / "name-that-is-known")
     assert await function.answer({"do": "read", "with": [known]}) == "uploaded"
-    # It sees its own code, the rest of the machine, and programs.
+    # The handler can read its own code and other files of the machine, and run programs.
     assert "def handler" in await function.answer({"do": "child"})
     assert "root" in await function.answer({"do": "read", "with": ["/etc/passwd"]})
     own = next((gateway.state / "functions" / function.name).rglob("handler.py"))
@@ -308,7 +308,7 @@ async def test_private_files_hide_the_gateway_and_other_functions(gateway, deplo
         assert "denied" in await raised(function, "list", f"/proc/{pid}/root")
     if landlock_version() >= 6:
         assert "not permitted" in await raised(function, "kill", os.getpid())
-    # Another function may.
+    # A function without private files can read the code.
     assert "of another" in await other.answer({"do": "read", "with": [str(code)]})
 
 
@@ -331,7 +331,7 @@ async def test_private_files_hide_the_key_of_the_control_socket(state: Path) -> 
         gateway.client.headers["Authorization"] = f"Bearer {made.json()['key']}"
         function = await gateway.deploy(HANDLER, {"resources.files": "private"})
         run = state / "run"
-        # Landlock does not restrict `connect`.
+        # Landlock does not restrict `connect`, so the handler reaches the socket. Without the key, the gateway refuses the request.
         answer = await function.answer({"do": "ask_home", "with": [str(run / "own.sock")]})
         assert answer.startswith("HTTP/1.0 401 "), answer
         assert "denied" in await raised(function, "read", str(run / "own.key"))
@@ -359,7 +359,7 @@ async def test_a_process_that_cannot_be_confined_says_why(deploy) -> None:
     groups = [group for one in cgroups.find_controllers() if (group := one.folder / joined).exists()]
 
     async def removed() -> bool:
-        # The kernel removes a group only once the zygote, which has been ordered to end, has ended.
+        # Try again: the kernel removes a group only after the zygote, which is about to end, has ended.
         for group in list(groups):
             with contextlib.suppress(OSError):
                 group.rmdir()
@@ -394,7 +394,7 @@ async def test_what_a_killed_gateway_left_is_removed_by_the_next(state: Path) ->
         await first.process.wait()
     (place,) = {one.folder for one in cgroups.find_controllers() if one.name == "pids"}
     (group,) = place.glob(f"{prefix}*")
-    # The processes end by themselves when they notice the end of the gateway. The folders are left.
+    # The processes end by themselves when they notice the end of the gateway. The next gateway removes the folders.
     left = [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
     async with gateway_here(state) as second:
         assert (await second.function(function.name).answer({"do": "pid"})) > 0

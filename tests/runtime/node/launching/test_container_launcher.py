@@ -76,14 +76,14 @@ async def gateway(engine: Engine) -> AsyncIterator[Gateway]:
 
 
 def containers(state: Path, function: Function | None = None, *, every: bool = True) -> list[dict[str, Any]]:
-    """The containers of a gateway, or of one of its functions, as podman knows them."""
+    """Return podman's list of the containers of a gateway, or of one of its functions; without `every`, of those that run."""
     labels = {"gateway": str(state)} | ({"function": function.name} if function is not None else {})
     filters = [f"--filter=label=pilotflame.{name}={value}" for name, value in labels.items()]
     return list(json.loads(podman("ps", *(["-a"] if every else []), *filters, "--format", "json") or "[]"))
 
 
 async def exception(function: Function, event: dict[str, Any]) -> str:
-    """The type of the exception that the handler raises for `event`."""
+    """Return the type of the exception that the handler raises for `event`."""
     error = await function.error(event)
     assert error["type"] == "handler_failed", error
     found = re.search(r"\w+Error", error["message"])
@@ -133,7 +133,7 @@ async def test_from_zero_in_a_container_and_back(gateway: Gateway, image: str) -
         assert answer["echo"] == {"n": 1}
         assert answer["pid"] < 1000
         await function.settled(ready=0)
-    # One container served all of them. Its first process is a base, which `list` counts with the others.
+    # One container served all calls. Its first process is a base, whose memory `list` counts with the other bases.
     listed = (await gateway.client.get("/v1/functions", params={"memory": "1"})).json()
     assert listed["memory"]["bases_bytes"] > 1e6
     assert [found["Id"] for found in containers(gateway.state, function)] == [container["Id"]]
@@ -220,7 +220,7 @@ async def test_a_dead_zygote_takes_its_container_along(gateway: Gateway, image: 
     async def named() -> bool:
         titles = {process: " ".join(process.cmdline()) for process in first.children(recursive=True)}
         zygotes = [process for process, title in titles.items() if f"zygote {function.name}" in title]
-        # On a busy machine, there may be two.
+        # On a busy machine, there may be two workers. Use one of them.
         workers = [process for process, title in titles.items() if "worker" in title]
         found[:] = [*zygotes, *workers[:1]]
         return bool(zygotes and workers)

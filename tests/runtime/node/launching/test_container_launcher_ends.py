@@ -35,7 +35,7 @@ def engine() -> Iterator[Engine]:
 
 @asynccontextmanager
 async def launching(url: str, state: Path, log: list[str]) -> AsyncIterator[ContainerLauncher]:
-    """A launcher, which is closed afterwards."""
+    """Yield a launcher, and close it afterwards. Check that no background task has failed."""
     listener = Listener(state / "run" / "link.sock")
     listener.open()
     try:
@@ -52,7 +52,7 @@ async def launching(url: str, state: Path, log: list[str]) -> AsyncIterator[Cont
 
 @asynccontextmanager
 async def hanging_engine(folder: Path) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """The URL of an engine that never creates a container, and an event that is set once it is asked to."""
+    """Yield the URL of an engine that never creates a container, and an event that is set when a container is requested."""
     asked, ended = asyncio.Event(), asyncio.Event()
 
     async def create(_request: web.Request) -> web.StreamResponse:
@@ -89,7 +89,7 @@ async def test_a_gateway_that_closes_does_not_wait_for_an_engine_that_hangs(
 
 
 async def test_a_cancelled_launch_lets_the_cache_go(state: Path) -> None:
-    """The lock on the folder would keep the files there, and the descriptor the folder."""
+    """A lock that the launch kept would keep the files in the cache, and an open file would keep the folder."""
     manifest = make(state / "origin")
     cache = state / "cache"
     cache.mkdir()
@@ -99,7 +99,7 @@ async def test_a_cancelled_launch_lets_the_cache_go(state: Path) -> None:
     folder = cache / "snapshots" / manifest.digest
     async with hanging_engine(state) as (url, _), launching(url, state, []) as launcher:
         await launcher.prepare(spec)
-        # While the tier is locked, the folders cannot be made.
+        # The launch cannot make the folders while the tier is locked, so it is cancelled before it has made them.
         with locked_file(cache / "lock"):
             launch = asyncio.create_task(launcher.launch(spec, LogChannel(), lambda: None))
             await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Prefetching images: pulled by the engine from a registry over HTTP, once, with clear errors."""
+"""Prefetching images: the engine pulls each image once from a registry over HTTP, and an error says why a pull failed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Registry:
 
 @contextmanager
 def serving(registry: Registry) -> Iterator[str]:
-    """The host and port of the registry."""
+    """Serve the registry. Yield its host and port."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -94,7 +94,7 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Registry:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def pulling(registry: Registry) -> AsyncIterator[tuple[ContainerLauncher, str]]:
-    """A launcher, and the host of the registry, which its engine may reach without TLS."""
+    """Yield a launcher, and the host of the registry. The launcher's engine may use this registry without TLS."""
     listener: Any = None
     with short_folder() as folder, serving(registry) as host, pytest.MonkeyPatch.context() as patched:
         trusted = folder / "registries.conf"

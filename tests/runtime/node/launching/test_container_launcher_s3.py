@@ -79,7 +79,7 @@ class Weights:
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Weights]]:
-    """The snapshots s3://weights/one and s3://weights/two. The credentials are in the gateway's environment."""
+    """Push the snapshots s3://weights/one and s3://weights/two. Their credentials are in the gateway's environment."""
     with moto_server() as endpoint, pytest.MonkeyPatch.context() as patched:
         for name, value in {
             "AWS_ACCESS_KEY_ID": "AKIAHUSHHUSHHUSH0000", "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -164,13 +164,13 @@ async def test_containers_of_two_functions_map_the_same_file(
     again = await deployed(gateway, image, f"s3://{BUCKET}/one", check=True)
     ((path, inode),) = (await one.answer())["mapped"]
     assert (await again.answer())["mapped"] == [[path, inode]]
-    # It is the host's file: nothing was copied.
+    # The inode is that of the file on the host, so nothing was copied.
     assert Path(path).stat().st_ino == inode
     assert container_of(gateway, one) != container_of(gateway, again)
 
 
 def in_cache(folder: Path, weights: Weights) -> str:
-    """The name of a snapshot in a folder of the cache. It ends with digits of the realm."""
+    """Return the name of a snapshot in a folder of the cache. The name ends with digits of the realm."""
     (name,) = [
         found.name
         for found in folder.iterdir()
@@ -242,7 +242,7 @@ async def test_a_snapshot_that_was_evicted_is_fetched_again_for_the_same_contain
     await two.settled(ready=0)
 
     async def evicted() -> bool:
-        # The fetcher gives a snapshot up a moment after the last worker.
+        # Try again: the fetcher releases the snapshot a moment after the end of the last worker.
         with contextlib.suppress(CacheError):
             await asyncio.to_thread(tiers(gateway).evict, digest)
         return not any(tier.has(digest) for tier in tiers(gateway).tiers)
@@ -258,7 +258,7 @@ async def test_the_first_answer_comes_while_weights_arrive_and_a_killed_fetcher_
     weights = Weights(tmp_path / "late", 7)
     with FaultServer(weights.folder) as server:
         function = await deployed(gateway, image, server.url)
-        # Only a few bytes ever arrive.
+        # The response with the weights stalls after a few bytes, so the fetch cannot end before the fetcher is killed.
         server.faults = lambda request: Faults(
             stall_share=float("model" in request.name), stall_s=60.0, stall_at=10_000
         )

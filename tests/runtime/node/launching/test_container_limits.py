@@ -1,4 +1,6 @@
-"""A handler in a container that takes too much or reaches too far is stopped and reported; its neighbour answers."""
+"""A handler in a container that exceeds a limit, or reaches for what it must not have, is stopped and reported.
+Meanwhile its neighbour answers.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,7 @@ async def test_a_handler_that_reads_what_is_anothers(
     link = gateway.state / "run" / "link.sock"
     others = [str(path) for path in (*paths, Path(__file__)) if path.is_file() or path.is_socket()]
     assert await function.answer({"do": "readable", "with": [others]}) == [str(link)]
-    # It sees its own processes alone.
+    # The handler sees only the processes of its own container, which have small pids.
     assert max(await function.answer({"do": "processes"})) < 1000
 
 
@@ -166,7 +168,7 @@ async def test_no_other_folder_can_fill_the_memory(
     assert any(text in error["message"] for text in ("No space left", "Read-only", "Permission denied"))
 
 
-# The zygote's process runs the import of the handler.
+# The handler is imported in the zygote's process, so it can replace the method that kills stuck workers.
 DEAF = """
 import time
 from pilotflame.runtime.calls.worker import zygote

@@ -17,12 +17,12 @@ from pilotflame.snapshot.sources.http import HttpSource
 from pulling import LIMIT_S, fetching, make
 
 PROMPT_S = 5.0
-"""Far below the ten seconds for which a connection may be tried."""
+"""Much less than the ten seconds after which an attempt to connect ends."""
 
 
 @contextmanager
 def unreachable() -> Iterator[str]:
-    """The URL of a server to which connections are neither accepted nor refused: its queue is full."""
+    """Yield the URL of a server that neither accepts nor refuses connections, because its queue is full."""
     with ExitStack() as opened:
         server = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(4):
@@ -57,7 +57,7 @@ def test_weights_are_there_even_if_their_digests_cannot_be_kept(tmp_path: Path) 
     with FaultServer(tmp_path / "one") as server, fetching(tmp_path / "cache") as fetcher:
         find_manifest(HttpSource(server.url)).write(described)
         with described.open() as opened:
-            # No process can make files in this folder.
+            # The fetcher cannot store the digests beside the manifest: no process can make files in this folder.
             place = f"/proc/{os.getpid()}/fd/{opened.fileno()}"
             fetcher.tell(op="hold", id=1, manifest=place, url=server.url)
             assert fetcher.hear(1, "done")["bytes"] > 0

@@ -1,4 +1,4 @@
-"""Remote weights: fetched once a node while workers start, used while they arrive, never wrong."""
+"""Remote weights: fetched once per node while workers start, used while they arrive, and never used if they are corrupt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_the_first_answer_comes_from_weights_that_are_still_arriving(
     gateway: Gateway, weights: Weights
 ) -> None:
     function = await deployed(gateway, weights, check=False)
-    assert weights.fetched() == 0  # nothing runs, nothing is fetched
+    assert weights.fetched() == 0  # no worker runs, so nothing is fetched
     weights.server.faults = Faults(bytes_per_s=1e6)
     response = await function.call([1.0] * WIDTH)
     assert response.json() == weights.right
@@ -123,7 +123,7 @@ async def test_slices_of_nothing_fail_the_deploy(gateway: Gateway, weights: Weig
     error = failure(await gateway.send(HALF, settings))
     assert error["status"] == 422
     assert "No tensor of the snapshot has a name that fits 'layer.*'" in error["message"]
-    # Slices for which the module has no room fail the deploy as well.
+    # Slices that do not fit the module's shapes fail the deploy as well.
     error = failure(await gateway.send(HALF, {**settings, "snapshot_part.slices": {"*weight": [0, 1, 2]}}))
     assert "layers.5.bias [256], not [128]" in error["message"]
 
@@ -151,7 +151,7 @@ async def test_a_revision_fetches_what_the_node_does_not_have_unless_its_credent
         create(folder, chunk_bytes=64 << 10).write(folder / MANIFEST_NAME)
 
     async def sent(name: str, version: str) -> int:
-        """Deploy a function, call it, and return how many bytes of weights that took."""
+        """Deploy a function, call it, and return how many bytes of weights the server sent for that."""
         before = len(weights.server.requests)
         settings = {"snapshot": f"{weights.url}/net/{version}", "scale.idle_timeout_s": 0}
         function = await gateway.deploy(HANDLER, settings, name=name, check=False)
@@ -211,7 +211,7 @@ async def test_a_prefetch_tells_what_could_not_be_fetched(gateway: Gateway, weig
 
 
 async def test_workers_do_not_know_where_weights_come_from(gateway: Gateway, weights: Weights) -> None:
-    """The URL may hold credentials."""
+    """The URL of a snapshot may hold credentials, so workers must not get it."""
     code = "import gc\ndef handler(event):\n    gc.unfreeze()\n    found = gc.get_objects()\n"
     code += "    return [one.source for one in found if type(one).__name__ == 'Weights']"
     function = await gateway.deploy(code, {"snapshot": weights.url}, check=False)
@@ -221,7 +221,7 @@ async def test_workers_do_not_know_where_weights_come_from(gateway: Gateway, wei
 async def test_many_workers_at_once_follow_one_fetch(gateway: Gateway, weights: Weights) -> None:
     settings = {"snapshot": weights.url, "scale.max": 4}
     function = await gateway.deploy(HANDLER, settings, check=False)
-    # A machine under load delays the server, too. The fetcher requests the rest of a range on another connection.
+    # The first response stalls. The fetcher requests the rest of its range on another connection.
     weights.server.faults = Faults(bytes_per_s=2e6, stall_share=1.0, stall_at=10_000, times=1)
     answers = await asyncio.gather(*(function.answer([1.0] * WIDTH) for _ in range(8)))
     assert answers == [weights.right] * 8
@@ -235,7 +235,7 @@ async def test_many_workers_at_once_follow_one_fetch(gateway: Gateway, weights: 
         return await received_bytes() >= size_bytes
 
     await until(received, "the end of the fetch")
-    assert await received_bytes() == size_bytes  # no byte twice
+    assert await received_bytes() == size_bytes  # no byte was fetched twice
     assert (await snapshot_metrics(gateway))['fetches_total{outcome="done"}'] == 1
 
 
@@ -253,7 +253,7 @@ async def test_corrupt_weights_answer_no_call(gateway: Gateway, weights: Weights
 
 async def test_a_killed_fetcher_fails_its_callers_and_is_replaced(gateway: Gateway, weights: Weights) -> None:
     function = await deployed(gateway, weights, check=False)
-    # Only a few bytes ever arrive.
+    # The response with the weights stalls after a few bytes, so the fetch cannot end before the fetcher is killed.
     weights.server.faults = lambda request: Faults(
         stall_share=float("model" in request.name), stall_s=60.0, stall_at=10_000
     )
@@ -266,7 +266,7 @@ async def test_a_killed_fetcher_fails_its_callers_and_is_replaced(gateway: Gatew
     await until(stalled, "a stalled fetch")
     weights.server.faults = Faults()
     os.kill(fetcher().pid, signal.SIGKILL)
-    # It fails if a worker had started it. Otherwise it waited for the next worker, whose weights the next fetcher brings.
+    # The call fails if a worker had started it. Otherwise it waits for the next worker, whose weights the next fetcher brings.
     response = await call
     assert response.status_code >= 500 or response.json() == weights.right
     await function.settled(ready=0)
@@ -297,7 +297,7 @@ async def test_without_a_fetcher_no_memory_is_given_back(tmp_path: Path) -> None
     async with asyncio.TaskGroup() as tasks:
         client = FetcherClient(tmp_path / "cache", tasks)
         client.metrics.on_tiers([{"spare_bytes": 1 << 20}])
-        # Otherwise callers that are short of memory would wait for it.
+        # Return 0: after another number, callers that are short of memory would wait for bytes that no fetcher frees.
         assert client.give_back() == 0
         assert client.metrics.take_spare_bytes() == 1 << 20
 
@@ -315,7 +315,7 @@ async def test_fetches_and_tiers_are_in_the_metrics(gateway: Gateway, weights: W
 
     await until(lambda: counted("fetches_under_way", 0), "the end of the fetch")
     found = await snapshot_metrics(gateway)
-    # The worker may fail, and its hold be released, before the fetcher has told its own end.
+    # Count both outcomes: the worker may fail, and its hold be released, before the fetcher has reported its own failure.
     assert sum(found[f'fetches_total{{outcome="{outcome}"}}'] for outcome in ("failed", "released")) >= 1
     weights.server.faults = Faults()
     assert await function.answer([1.0] * WIDTH) == weights.right
@@ -342,7 +342,7 @@ async def test_fetches_and_tiers_are_in_the_metrics(gateway: Gateway, weights: W
 async def test_no_other_worker_starts_before_a_failed_start_is_explained(
     gateway: Gateway, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without the wait, the worker may be ready before the fetch fails. Then it returns the call, for another one.
+    # Without the wait, the worker may be ready before the fetch fails. Then it returns the call, and another worker starts.
     source = f"{HANDLER}\ndef setup(context):\n    context.snapshot.wait(60)\n"
     settings = {"snapshot": weights.url, "scale.idle_timeout_s": 0}
     function = await gateway.deploy(source, settings, check=False)
@@ -350,7 +350,7 @@ async def test_no_other_worker_starts_before_a_failed_start_is_explained(
     on_event = FetcherClient._on_event
 
     def late(self: FetcherClient, held: dict[int, FetchProgress], event: dict[str, Any]) -> None:
-        # The worker has failed and ended by then.
+        # Report the failure of the fetch only after the worker has failed and ended.
         delay_s = 0.5 if event["event"] == "failed" else 0.0
         asyncio.get_running_loop().call_later(delay_s, on_event, self, held, event)
 

@@ -1,4 +1,4 @@
-"""Functions whose weights are on a device: they are copied there while they are fetched, in a real worker."""
+"""Functions with weights on a device: a real worker copies the weights to the device while they are fetched."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rehearse(context):
     assert not context.state(torch.ones(64)).any()
 """
 )
-# Each of the layers is a module of its own, and one answers.
+# Each layer is a module of its own, and the handler uses only the last one.
 LAST = (
     ADDED
     + """
@@ -93,7 +93,7 @@ ONES = [1.0] * WIDTH
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Iterator[tuple[FaultServer, list[float]]]:
-    # Other weights in each test, because its gateway still has the weights of earlier tests.
+    # Make other weights for each test, because the gateway still has the weights of earlier tests.
     torch.manual_seed(next(SEEDS))
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     tensors = {

@@ -60,7 +60,7 @@ async def test_a_functions_token_opens_its_weights_and_those_of_no_other(
         return Manifest.read(path).has_digests
 
     await until(learned, "the manifest has the digests")
-    # The weights lie in the node's cache now, but not for a function without the token.
+    # The weights are in the node's cache now, but a function without the token must not get them.
     error = failure(
         await gateway.send(LINEAR, {"snapshot": f"hf://org/private@{pinned}"}, name="other", check=False)
     )

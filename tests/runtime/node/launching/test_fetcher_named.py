@@ -56,7 +56,7 @@ def base_tensors(seed: int) -> Tensors:
 
 
 def adapter_tensors(seed: int) -> Tensors:
-    """As PEFT saves them, for the layers named up_proj."""
+    """Return the tensors of an adapter for the layers named up_proj, as PEFT saves them."""
     found: Tensors = {}
     for layer in range(LAYERS):
         made = random(seed + layer, a=(RANK, WIDTH), b=(2 * WIDTH, RANK))
@@ -108,7 +108,7 @@ class Bucket:
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Iterator[Bucket]:
-    # Other bytes in each test, because its gateway still has the bytes of earlier tests.
+    # Make other bytes for each test, because the gateway still has the bytes of earlier tests.
     seed = next(SEEDS)
     (folder := tmp_path / "bucket").mkdir()
     config = {"width": WIDTH, "layers": LAYERS}
@@ -140,7 +140,7 @@ async def test_a_base_is_shared_and_a_revision_with_another_adapter_fetches_that
     gateway: Gateway, bucket: Bucket
 ) -> None:
     function = await deployed(gateway, bucket, "one", "net")
-    # Slow enough that the answer is computed while both arrive.
+    # Send slowly, so that the answer is computed while both snapshots arrive.
     bucket.server.faults = Faults(bytes_per_s=6e5)
     response = await function.call(ONES)
     assert response.json() == bucket.right("one")
@@ -150,11 +150,11 @@ async def test_a_base_is_shared_and_a_revision_with_another_adapter_fetches_that
     phases = sum(ms for name, ms in timing.items() if name != "total" and not name.startswith("fetch"))
     assert phases == pytest.approx(timing["total"], rel=0.02)
     assert (bucket.sent("base"), bucket.sent("one")) == (bucket.size("base"), bucket.size("one"))
-    # Another function with the same base.
+    # Another function with the same base fetches only its adapter.
     other = await deployed(gateway, bucket, "two", "other")
     assert await other.answer(ONES) == bucket.right("two")
     assert (bucket.sent("base"), bucket.sent("two")) == (bucket.size("base"), bucket.size("two"))
-    # Another revision with an adapter that is here already, and back.
+    # A revision whose snapshots are in the cache fetches nothing, and neither does a rollback.
     function = await deployed(gateway, bucket, "two", "net")
     assert await function.answer(ONES) == bucket.right("two")
     rolled = await gateway.client.post(f"/v1/functions/{function.name}/rollback")
@@ -201,7 +201,7 @@ def handler(event, context):
 
 async def test_an_adapter_is_not_stuck_behind_its_base(gateway: Gateway, bucket: Bucket) -> None:
     function = await gateway.deploy(ADAPTER_ALONE, settings(bucket, "one"), check=False)
-    # Nothing of the base arrives but its first bytes.
+    # Only the first bytes of the base arrive.
     bucket.server.faults = lambda request: Faults(
         stall_share=float(request.name == "base/model.safetensors"), stall_s=60.0, stall_at=10
     )
@@ -246,7 +246,7 @@ async def test_the_fetcher_may_say_why_after_the_worker_has_said_that_weights_ar
         elif event["event"] == "held":
             held.append((progress, event))
         else:
-            # The worker starts now, when there is nothing left to map.
+            # Let the worker start only now: nothing is left that it could map.
             failed.append((progress, event))
             on_event(*held.pop())
 

@@ -1,4 +1,6 @@
-"""Fetchers and gateways that exchange chunks, as processes: one asks the bucket, and one that is killed is not missed."""
+"""Processes of fetchers and gateways that exchange chunks: the bucket sends each chunk about once, and if one fetcher is
+killed, the others fetch its chunks elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def ports() -> list[int]:
 
 
 def files_of(cache: Path, manifest: Manifest) -> Path:
-    """The folder of the snapshot's files in a node's memory."""
+    """Return the folder of the snapshot's files in the memory tier of a node."""
     memory, *_ = node_tiers(cache)
     return memory.folder(manifest.digest) / "files"
 
@@ -78,7 +80,8 @@ def test_the_bucket_gives_every_chunk_about_once(
         for fetcher in cluster:
             assert fetcher.hear(1, "done")["bytes"] == manifest.total_bytes
         sent_bytes = sum(request.sent for request in bucket.requests)
-    # When another connection takes over the second half of a range, the server has more of it in its socket's buffer.
+    # The bucket may send some bytes twice: if another connection takes over the second half of a range, the server has
+    # already put more of this range into the buffer of the first socket.
     assert manifest.total_bytes <= sent_bytes < 1.5 * manifest.total_bytes
     taken_bytes = [fetcher.hear(0, "shared")["taken_bytes"] for fetcher in cluster]
     assert sum(taken_bytes) == 2 * manifest.total_bytes
@@ -114,7 +117,7 @@ def test_one_that_is_killed_while_it_gives_is_not_missed(
             fetcher.hear(1, "held")
             while chunk_of(ports[0], manifest.digest, 0) is None:
                 pass
-        # They have it from the first.
+        # Wait until the other fetchers have the chunk, too. They get it from the first fetcher.
         for port in ports[1:]:
             while chunk_of(port, manifest.digest, 0) is None:
                 pass

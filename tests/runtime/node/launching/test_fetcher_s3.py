@@ -58,7 +58,7 @@ def handler(event, context):
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    """The endpoint of an S3 over HTTP."""
+    """Serve S3 over HTTP. Yield the endpoint."""
     with moto_server() as endpoint:
         yield endpoint
 
@@ -105,12 +105,12 @@ async def gateway(credentials: dict[str, str]) -> AsyncIterator[Gateway]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def function(gateway: Gateway, right: Any) -> Function:
-    del right  # there must be something to deploy
+    del right  # `right` has pushed the weights that are deployed here
     return await gateway.deploy(HANDLER, {"snapshot": f"s3://{BUCKET}/net"}, name="net", check=False)
 
 
 def of_the_cloud(names: Any) -> list[str]:
-    # A function inherits which certificate authorities are trusted: they are no credentials.
+    # AWS_CA_BUNDLE holds no credentials: it names the trusted certificate authorities, and functions inherit it.
     return [
         name
         for name in names
@@ -119,7 +119,7 @@ def of_the_cloud(names: Any) -> list[str]:
 
 
 def holds(pid: int, secret: str) -> bool:
-    """Whether a process has `secret` anywhere in the memory that it may write to."""
+    """Return True if a process has `secret` anywhere in the memory that it may write to."""
     process = Path("/proc", str(pid))
     with (process / "maps").open() as maps, (process / "mem").open("rb", buffering=0) as memory:
         for line in maps:
@@ -142,7 +142,7 @@ async def test_the_first_answer_is_right_and_no_worker_has_credentials(
     assert parse_server_timing(response.headers["server-timing"])["fetch"] > 0
     found = response.json()
     assert found["answer"] == right
-    assert "PATH" in found["environ"]  # it is an environment
+    assert "PATH" in found["environ"]  # `found` has a real environment
     assert of_the_cloud(found["environ"]) == []
     assert of_the_cloud(entry.partition("=")[0] for entry in found["kept"]) == []
     assert not [name for name in found["modules"] if name.split(".")[0] in ("boto3", "botocore")]
@@ -151,7 +151,7 @@ async def test_the_first_answer_is_right_and_no_worker_has_credentials(
 
 
 def processes_of(gateway: Gateway) -> dict[int, str]:
-    """All that the gateway started, with their command lines."""
+    """Return the pids and command lines of all processes that the gateway started."""
     assert gateway.process is not None
     found = psutil.Process(gateway.process.pid).children(recursive=True)
     return {process.pid: " ".join(process.cmdline()) for process in found}
@@ -168,7 +168,7 @@ async def test_neither_logs_nor_files_nor_command_lines_show_them(
     assert pid in commands
     files = [path for path in gateway.state.parent.rglob("*") if path.is_file()]
     written = b"\n".join(path.read_bytes() for path in files).decode("latin-1")
-    assert "def handler" in written  # the state's files are among them, and the gateway's log
+    assert "def handler" in written  # `written` includes the files of the state, and the gateway's log
     for secret in (*SECRETS.values(), "X-Amz-Signature", "X-Amz-Credential"):
         for place in (logged, written, *commands.values()):
             assert secret not in place

@@ -1,4 +1,6 @@
-"""GPUs according to NVML: the real package with a small library in place of the driver, because no GPU is here."""
+"""GPUs according to the packages for NVML and amdsmi: a small library, or a module, replaces the driver, because test
+machines have no GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ needs_compiler = pytest.mark.skipif(
 no_driver = pytest.mark.skipif(
     Path("/proc/driver/nvidia").exists(), reason="the driver of this machine's GPUs answers"
 )
-# GPU 0 is whole, GPU 1 is cut into two MIG slices, at the places 0 and 2 of three, and GPU 2 is lost.
+# GPU 0 is whole, GPU 1 is cut into two MIG slices, with the indices 0 and 2 of three, and GPU 2 is lost.
 NVML = """
 #include <stdio.h>
 #include <string.h>
@@ -121,12 +123,12 @@ print(json.dumps(seen | {"environment": driver.environment(["GPU-a", "GPU-b"], 2
 
 
 def asked(folder: Path, driver: str | None, ask: str = ASK, **environ: str) -> tuple[Any, str]:
-    """Return the findings of the module with `driver` as the driver's library, and the log."""
+    """Run `ask` in a process with `driver` as the driver's library. Return what it found, and its log."""
     if driver is not None:
         (folder / "nvml.c").write_text(driver)
         built = [str(COMPILER), "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "nvml.c"]
         subprocess.run(built, cwd=folder, check=True)
-    # conftest.py hides the machine's own GPUs from all tests.
+    # Remove the variable with which conftest.py hides the machine's own GPUs from all tests.
     inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run(
         [sys.executable, "-c", ask], env=inherited | {"LD_LIBRARY_PATH": str(folder), **environ},
@@ -207,8 +209,8 @@ def test_gpus_of_amd_are_found_through_amdsmi(tmp_path: Path):
     ]
     assert said.count("GPU 2, which is left out") == 1
     assert seen["held"] == [{first: 300 << 20}, {}]
-    # ROCR_VISIBLE_DEVICES chooses GPUs. HIP_VISIBLE_DEVICES counts the chosen GPUs from 0, and may be inherited with
-    # other numbers.
+    # ROCR_VISIBLE_DEVICES chooses GPUs. HIP_VISIBLE_DEVICES counts the chosen GPUs from 0. It is set, too, because a
+    # worker could inherit other numbers.
     assert seen["environment"] == {"ROCR_VISIBLE_DEVICES": "GPU-a,GPU-b", "HIP_VISIBLE_DEVICES": "0,1"}
     seen, _ = asked(tmp_path, None, ASK_DRIVER, PYTHONPATH=str(tmp_path), ROCR_VISIBLE_DEVICES="1")
     assert [name for name, _ in seen["found"]] == [second]

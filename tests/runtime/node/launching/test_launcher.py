@@ -87,7 +87,7 @@ async def test_processes_name_themselves(deploy):
 
 
 async def test_of_several_kill_deadlines_the_earliest_counts():
-    """A deadline of zero too: uvloop makes no timer for it."""
+    """A deadline of zero must count, too, although uvloop makes no timer for it."""
     killed = asyncio.Event()
 
     class Victim(Child):
@@ -126,7 +126,7 @@ async def test_the_cause_names_the_kernel_if_memory_ran_out():
     victim.report_exit(-9, out_of_memory=True)
     cause = await victim.cause()
     assert cause == ("signal 9 (SIGKILL), sent by the kernel because memory ran out", True)
-    # The count of the whole machine may have grown for another process.
+    # A count of the whole machine may have grown because of another process, so the cause is not certain.
     other = Victim(None, 1, "other")  # type: ignore[arg-type]
     other.report_exit(-9, out_of_memory=True, certain=False)
     cause = await other.cause()

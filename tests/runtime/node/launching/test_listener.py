@@ -152,7 +152,7 @@ def bad_hellos(token: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", list(bad_hellos("a.b")))
 async def test_a_wrong_hello_is_disconnected_and_others_are_not_affected(place: Place, name: str) -> None:
     token = place.expect()
-    dialling = await place.dial()  # a slow process, at the same time
+    dialling = await place.dial()  # another process, whose HELLO comes later
     try:
         sock = await place.dial(bad_hellos(token)[name])
     except (BrokenPipeError, ConnectionResetError):
@@ -192,18 +192,18 @@ async def test_one_log_connection_comes_before_the_link(place: Place) -> None:
     log = await place.dial(hello(token, "log") + b"first\nsec")
     follow = place.channel.follow(10)
     assert (await asyncio.wait_for(anext(follow), LIMIT_S))[1:3] == ("zygote", "first")
-    assert await disconnected(await place.dial(hello(token, "log")))  # a second one is not
+    assert await disconnected(await place.dial(hello(token, "log")))  # a second log connection is closed
     await place.dial(hello(token))
     await place.link()
     await asyncio.get_running_loop().sock_sendall(log, b"ond\n")
     assert (
         await asyncio.wait_for(anext(follow), LIMIT_S)
-    ).text == "second"  # it outlives the HELLO of the link
+    ).text == "second"  # the log connection outlives the HELLO of the link
     await follow.aclose()  # type: ignore[attr-defined]
 
 
 async def test_a_link_does_not_overtake_the_log_connection_before_it(place: Place) -> None:
-    """The process was stopped between the connection of its output and its HELLO."""
+    """Here the process was stopped after it had connected its output, and before it sent this connection's HELLO."""
     opened: asyncio.Future[LogStream | None] = asyncio.get_running_loop().create_future()
 
     def on_link(link: Link, _pid: int, output: LogStream | None) -> None:
@@ -257,7 +257,7 @@ async def test_a_connection_closed_before_its_hello_is_forgotten(place: Place) -
 
 async def test_closing_disconnects_connections_without_a_hello(place: Place) -> None:
     sock = await place.dial()
-    await place.accepts_others()  # accepted later, so the silent one is accepted too
+    await place.accepts_others()  # accepted later, so the silent connection is accepted, too
     place.listener.close()
     assert await disconnected(sock)
     place.listener.open()
@@ -291,7 +291,7 @@ async def test_without_a_free_descriptor_it_pauses_says_so_once_and_goes_on(
     sock = await place.dial(data)
     with no_free_descriptor():
         place.listener._resume()
-        # So long that several pauses end, and that a loop without pauses would call it thousands of times.
+        # Wait until several pauses have ended. Without pauses, the loop would call `_accept` thousands of times.
         await asyncio.sleep(0.3)
         assert 2 <= accepts[0] <= 10
         assert place.links.empty()

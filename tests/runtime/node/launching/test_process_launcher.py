@@ -1,4 +1,4 @@
-"""Processes as launched by the gateway keep the contract of launchers, also behind the choice by image."""
+"""The launcher of processes fulfils the contract of launchers, also behind the launcher that chooses by image."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TestProcessLauncher(LauncherTests):
     async def test_a_base_that_a_launch_is_about_to_use_is_not_unused(
         self, launcher: Launcher, make_spec: Callable[[str], WorkerSpec], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Memory became short while the launch made the confinement of its first process."""
+        """Memory becomes short while the launch makes the confinement of its first process. The base must not end."""
         first, second = make_spec(ECHO), make_spec(ECHO)
         await launcher.prepare(first)
         make = Confinements.make
@@ -122,10 +122,10 @@ class TestProcessLauncher(LauncherTests):
             monkeypatch.setattr(ProcessLauncher, "_start_base", starting)
             monkeypatch.setattr(process_launcher, "_installed", lambda _python: 8)
             await launcher.prepare(second)
-            # The old base counts as long as it has children.
+            # `base_pids` lists the old base as long as it has children.
             new, last = launcher.base_pids()
             assert new != last == old
-            # Zygotes of the old base go on.
+            # Zygotes of the old base still fork workers.
             assert (await forked(source, "w1")).pid
         launcher.end_unused()
 

@@ -49,7 +49,7 @@ async def test_weights_leave_the_memory_when_their_last_function_gives_them_up(
     await first.settled(zygote=False)
     assert revisions[0].rung is RungName.RESIDENT
     assert (await first.status())["rung"] == "resident"
-    # The second function wants them still.
+    # The weights stay in memory, because the second function still wants them.
     revisions[0].function.ladder.yield_to(RungName.LOCAL)
     assert revisions[0].rung is RungName.LOCAL
     assert revisions[1].pool.weights.resident_bytes == disk.list()[0].allocated_bytes
@@ -83,7 +83,7 @@ async def test_when_memory_is_short_weights_of_idle_functions_leave_it(
     told: list[Callable[[], None]] = []
 
     class Pressure:
-        """Memory is short for as long as weights are in it."""
+        """Reports that memory is short as long as weights are in memory."""
 
         def __init__(self, on_pressure: Callable[[], None]) -> None:
             told.append(on_pressure)
@@ -124,7 +124,7 @@ async def test_weights_that_no_function_has_used_are_given_back(
     async def given_back() -> bool:
         return client.give_back() > 0
 
-    # The first calls may come before the fetcher has reported more than spare files.
+    # Try again: the fetcher may not have reported yet that these weights are in memory.
     await until(given_back, "what the fetcher reports")
     await until(lambda: in_tier(memory, 0), "weights that have left the memory")
     asked = weights.fetched()

@@ -29,7 +29,7 @@ def build():
 def handler(event):
     return event
 """
-# As in native code that does not return to Python, no Python code answers the gateway.
+# The handler blocks the signal. So no Python code answers the gateway, as in native code that does not return to Python.
 NATIVE = """import signal
 
 import gate
@@ -87,5 +87,5 @@ async def test_the_error_at_the_limit_names_file_line_and_setting(gateway: Gatew
 async def test_native_code_that_no_signal_reaches_is_told_apart(gateway: Gateway, gate: Gate, soon: None):
     error = failure(await gateway.send(NATIVE, {"build_timeout_s": 0.5}, name="native", gate=gate))
     assert "in native code" in error["message"]
-    # What runs there is in the log, by the frames of Python around it.
+    # The log shows where the native code runs, by the Python frames around it.
     assert await gateway.function("native").logged("line 11 in <module>")

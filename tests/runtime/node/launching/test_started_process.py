@@ -36,7 +36,7 @@ async def test_a_caller_who_gives_up_waiting_does_not_end_the_wait_of_others() -
     process.terminate()
     async with asyncio.timeout(60):
         assert await second == -signal.SIGTERM
-    # The number may belong to another process now.
+    # Send no signal to a process that has ended: its pid may belong to another process now.
     process.terminate()
     process.kill()
 

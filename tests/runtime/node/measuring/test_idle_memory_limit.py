@@ -17,14 +17,14 @@ from pilotflame.runtime.node.measuring.idle_memory_limit import IdleStats, never
 from pilotflame.runtime.node.measuring.node_memory import FunctionMemory, NodeMemory
 
 LIGHT = "import os\ndef handler(event):\n    return os.getpid()"
-# So long that the zygote is worth keeping.
+# The import takes so long that the zygote is worth its memory.
 HEAVY = "import time\ntime.sleep(0.4)\n" + LIGHT
 SETTLE_S = 0.05
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Measurements follow within a moment, and a function counts as unused after one second."""
+    """Measure memory a moment after each change, and count a function as unused after one second."""
     for name, seconds in (("FIRST_S", SETTLE_S), ("SETTLE_S", SETTLE_S), ("PAUSE", 0.0)):
         monkeypatch.setattr(node_memory, name, seconds)
     for name, seconds in (("SOONEST_S", SETTLE_S), ("RECHECK_S", 0.1), ("UNUSED_S", 1.0)):
@@ -66,7 +66,8 @@ async def test_a_function_that_rests_causes_no_more_checks(state, quick, monkeyp
         before = len(checks)
         await gateway.deploy(HEAVY)
         await asyncio.sleep(20 * SETTLE_S)
-        # A check for the start of its worker, a check for the deploy, and further checks until the worker was idle.
+        # The start of the second function's worker causes a check, its deploy causes one, and more follow until the worker is
+        # idle. The function that rests causes none.
         assert before < len(checks) <= before + 5
 
 
@@ -103,7 +104,7 @@ async def test_a_light_function_holds_nothing_until_it_is_used(state, quick):
         heavy = await gateway.deploy(HEAVY)
         await light.settled(zygote=False, standby=False)
         assert await light.answer() > 0
-        # From now on its zygote and standby are kept, like the processes of the heavy function from its deploy on.
+        # After a call, its zygote and standby are kept. The processes of the heavy function are kept from its deploy on.
         await light.settled(zygote=True, standby=True)
         await asyncio.sleep(1.5)
         await light.settled(zygote=True, standby=True)
@@ -150,7 +151,7 @@ async def test_the_limit_ends_zygotes_and_then_the_base(state, quick):
         (zygote,) = await function.pids("zygote")
         base = psutil.Process(zygote).ppid()
         assert base == psutil.Process(worker).parents()[1].pid
-        # While it has a worker it keeps all.
+        # While the function has a worker, its zygote and base stay.
         for pid in (worker, zygote, base):
             await gone(pid)
         await function.settled(zygote=False, standby=False)
@@ -161,7 +162,7 @@ async def test_the_limit_ends_zygotes_and_then_the_base(state, quick):
         assert why in next(one["cold_because"] for one in view["functions"] if one["name"] == function.name)
         assert gateway.server is not None
         decisions = gateway.server.functions.get(function.name).workers.function.decisions.since(0)
-        # There is another if the first call came long after the deploy.
+        # Take the last eviction: there is an earlier one if the first call came long after the deploy.
         evicted = [one for one in decisions if one.action == "evict"][-1]
         assert (evicted.cause, evicted.figures["rung"]) == ("rest_mb", 2)
         assert evicted.figures["freed_bytes"] > 1e6
@@ -175,13 +176,13 @@ async def test_a_zygote_that_a_signal_holds_does_not_count_as_freed(state, quick
         held = await gateway.deploy(HEAVY, {"budget.seconds_per_day": 0.01})
         assert gateway.server is not None
         workers = gateway.server.functions.get(held.name).workers
-        # The budget is used up, so the signal gets no worker.
+        # The budget is used up, so the signal keeps the zygote but gets no worker.
         workers.warm(1, "warmup", 1000.0)
         await workers.pool.zygote.open()
         before = len(workers.function.decisions.since(0))
         other = await gateway.deploy(HEAVY, {"scale.idle_timeout_s": 0})
         await other.logged("functions without workers held more than rest_mb")
-        # The signal's own decisions may come after `before`.
+        # Look for evictions only, because the signal's own decisions may come after `before`.
         assert "evict" not in [one.action for one in workers.function.decisions.since(0)[before:]]
         await held.settled(zygote=True)
 

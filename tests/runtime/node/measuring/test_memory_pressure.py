@@ -25,7 +25,7 @@ def handler(event):
 
 
 def machine(folder: Path, *, total_mb: int = 1000, available_mb: int = 900) -> Path:
-    """Write a /proc of a machine with such memory."""
+    """Write a /proc folder of a machine with this memory. Return the folder."""
     proc = folder / "proc"
     (proc / "self").mkdir(parents=True)
     amounts = {"MemTotal": total_mb, "MemAvailable": available_mb}
@@ -60,7 +60,7 @@ async def test_memory_is_short_by_what_cannot_be_reclaimed(tmp_path: Path):
     pressure.close()
     (proc / "meminfo").write_text(f"MemTotal: {1000 << 10} kB\nMemAvailable: {100 << 10} kB\n")
     assert pressure.short_bytes() == 200 << 20
-    # The files in the page cache of a group are no reason to stop workers.
+    # The kernel can reclaim the page cache of a group, so it is no reason to stop workers.
     (groups / "memory.max").write_text("1000")
     (groups / "memory.stat").write_text("anon 700\nfile 900\nshmem 100\n")
     (proc / "meminfo").write_text("")
@@ -78,7 +78,7 @@ async def test_a_kernel_that_does_not_report_is_no_error(tmp_path: Path):
 
 @pytest.fixture
 def _processes_in_a_small_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gateways' processes, and all processes that they start, share LIMIT_MB of memory. The kernel kills none of them."""
+    """Let gateways and all processes that they start share LIMIT_MB of memory. The kernel must kill none of them."""
     with limited_group(LIMIT_MB) as group:
         joined = "".join(f"open({str(file)!r}, 'w').write('0')\n" for file in group.joins)
         monkeypatch.setattr(live, "PROCESS", joined + live.PROCESS)
@@ -87,7 +87,7 @@ def _processes_in_a_small_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.mark.usefixtures("_processes_in_a_small_group")
 async def test_twenty_functions_that_need_more_than_there_is_are_served_and_none_is_killed(state: Path):
-    # Waiting is so dear that the policy itself would keep every worker.
+    # At this price of waiting, the policy itself would keep every worker. So only the shortage of memory stops workers.
     async with gateway_process(state, price_waiting_s=1e3, rest_mb=10_000) as gateway:
         names = [f"f{number}" for number in range(FUNCTIONS)]
         deploys = [gateway.deploy(HUNGRY, name=name, check=False) for name in names]
@@ -95,7 +95,7 @@ async def test_twenty_functions_that_need_more_than_there_is_are_served_and_none
         for _ in range(2):
             for function in functions:
                 assert await function.answer() == 16 << 20
-                # The pace of the load: a machine whose memory fills faster than processes end cannot be helped.
+                # Limit the pace of the calls: no gateway can help a machine whose memory fills faster than processes end.
                 await asyncio.sleep(0.05)
 
         async def evicted() -> list[str]:

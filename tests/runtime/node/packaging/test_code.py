@@ -173,7 +173,7 @@ def test_an_ignore_file_that_cannot_be_read_is_refused(folder: Path) -> None:
 
 def test_the_snapshot_is_left_out(folder: Path, tmp_path: Path) -> None:
     make(folder, {"weights/model.safetensors": b"w", "weights2/x": b"x"})
-    # A link that leaves, as in the cache of Hugging Face: no check looks into a snapshot here.
+    # This link leaves the folder, as in the cache of Hugging Face. It is accepted, because no check looks into a snapshot.
     (folder / "weights/link").symlink_to("/etc/hostname")
     kept = ["handler.py", "lib/a.py", "lib/data.bin", "weights2/x"]
     assert names(folder, exclude=[Path("weights")]) == names(folder, exclude=[folder / "weights"]) == kept
@@ -252,7 +252,7 @@ def test_a_name_that_is_not_utf8_is_refused(folder: Path) -> None:
 def test_too_many_bytes_are_refused_and_the_biggest_files_named(folder: Path) -> None:
     for name, size in (("lib/model.bin", code.MAX_CODE_BYTES), ("small.bin", 2**20)):
         with (folder / name).open("wb") as file:
-            # A hole, which takes no space on the disk.
+            # Make a sparse file, which takes no space on the disk.
             file.truncate(size)
     with pytest.raises(CodeError) as caught:
         pack(folder)
@@ -294,7 +294,7 @@ def test_any_names_round_trip(
     root = tmp_path_factory.mktemp("odd")
     folder = root / "folder"
     folder.mkdir()
-    # Names of credentials and of caches, too.
+    # Include files with names of credentials and of caches, too.
     (folder / code.IGNORE_FILE).write_text("!*\n")
     for (parent, name), (content, executable) in files.items():
         (folder / parent).mkdir(exist_ok=True)

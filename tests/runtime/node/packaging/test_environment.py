@@ -22,7 +22,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     write_wheel(folder, "tinything", "1.0", "def main():\n    print('tiny')\n")
     write_wheel(folder, "needy", "1.0", "", ("packaging<1", "pydantic"))
-    # Older than the version in the current environment, and yet first on the path of an environment that has it.
+    # This version is older than the current environment's, but an environment that has it must find it first on its path.
     write_wheel(folder, "packaging", "0.1", "def main(): ...\n")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -37,7 +37,7 @@ def run(python: Path, code: str) -> str:
 
 
 def installed(python: Path) -> dict[str, str]:
-    """What a worker with this Python finds, by name."""
+    """Return the versions of the packages that a worker with this Python finds, by name."""
     code = "import importlib.metadata as m, json; print(json.dumps([(d.name, d.version) for d in m.distributions()]))"
     found: dict[str, str] = {}
     for name, version in json.loads(run(python, code)):
@@ -60,7 +60,7 @@ def test_an_environment_lies_on_top_of_the_current_one(tmp_path: Path) -> None:
     assert own_packages(python) == {"tinything", "packaging"}
     check_requirements("tinything==1.0\npackaging==0.1\npydantic>=2", installed(python))
     assert " + tinything==1.0" in lines
-    # Scripts hold the environment's path: they work because it was built where it stays.
+    # Scripts contain the path of the environment. They work, because the environment was built in its final folder.
     assert subprocess.check_output([python.parent / "tinything"], text=True) == "tiny\n"
     # The current environment was not touched.
     check_requirements("packaging>=24")
@@ -132,7 +132,7 @@ def test_a_package_that_the_current_environment_lost_is_installed(tmp_path: Path
     for path in (site_packages / "tinything.py", *(site_packages / "tinything-1.0.dist-info").iterdir()):
         path.unlink()
     (site_packages / "tinything-1.0.dist-info").rmdir()
-    # As a killed deploy leaves it.
+    # A killed deploy leaves such a placeholder, which does not count as the package.
     leftover = site_packages / "tinything-1.0.dist-info"
     leftover.mkdir()
     (leftover / "METADATA").write_text("Metadata-Version: 2.1\nName: tinything\nVersion: 1.0\n")
@@ -160,7 +160,7 @@ def test_the_cache_of_uv_is_limited_to_what_environments_use(
 
     shrink_cache(environments)
     deploy()
-    # The environment uses the same files, so removing them would free nothing.
+    # The cache keeps these files: the environment uses the same files, so removing them would free nothing.
     assert len(kept()) == 1
     assert discard_unused(environments, tuple) == 1
     shrink_cache(environments)
@@ -202,7 +202,7 @@ def slow_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 
 def test_uv_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The child holds the pipe open too, so both must be killed.
+    # The child keeps the pipe open, too, so both processes must be killed.
     slow_uv(
         tmp_path,
         monkeypatch,

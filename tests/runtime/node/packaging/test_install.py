@@ -24,7 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A function's folder with a requirement that only an index in a folder has."""
+    """Make a function's folder. One of its requirements is only in an index in a folder."""
     (tmp_path / "index").mkdir()
     write_wheel(tmp_path / "index", "tinything", "1.0", "SIZE = 'tiny'\n")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -65,14 +65,14 @@ async def test_a_function_runs_in_the_environment_of_its_requirements(state, sma
         await until(tidied, "the end of what follows the first deploy")
         read, environments = list[Store](), Store.environments
         monkeypatch.setattr(Store, "environments", lambda store: read.append(store) or environments(store))
-        # The first deploy has removed no revision, so it reads no record of another function. A deploy that fails may
-        # leave an environment, which the next one removes.
+        # The first deploy removes no revision, so it reads no record of another function. A deploy that fails may leave an
+        # environment, so the next deploy reads the records to remove unused environments.
         for handler, reads in (("pass", 0), ("raise RuntimeError", 0), ("pass", 1)):
             response = await gateway.send(f"{handler}\ndef handler(event):\n    return event")
             assert (response.status_code == 201) == (handler == "pass")
             await until(tidied, "the end of what follows a deploy")
             assert len(read) == reads
-        # With the last function that needs it, the environment goes, and what uv has downloaded for it.
+        # The delete of the last function that needs the environment removes it, and what uv has downloaded for it.
         await gateway.client.delete("/v1/functions/small")
         assert list((state / "environments").glob("py*/")) == []
         assert list((state / "environments" / ".uv-cache").rglob("tinything.py")) == []
@@ -113,7 +113,7 @@ async def test_a_function_starts_while_all_threads_of_the_deploys_wait(state, sm
             ]
 
             async def waiting() -> bool:
-                # One thread is for other owners.
+                # One thread is reserved for other owners.
                 return len(list((state / "staging").iterdir())) == DEPLOY_THREADS - 1
 
             await until(waiting, "deploys that wait")

@@ -178,7 +178,7 @@ def test_a_stand_in_meets_any_requirement(text: str) -> None:
     check_requirements(text, INSTALLED, stood_in=("runpod",))
     with pytest.raises(RequirementsError, match=r"(?i)runpod.* is not installed"):
         check_requirements(text, INSTALLED)
-    # The real package is used where it is installed.
+    # If the real package is installed, its version must meet the requirement.
     with pytest.raises(RequirementsError, match=r"runpod==1.7.9 is wanted"):
         check_requirements("runpod==1.7.9", {**INSTALLED, "runpod": "1.12.0"}, stood_in=("runpod",))
     with pytest.raises(RequirementsError, match="runpod-flash"):

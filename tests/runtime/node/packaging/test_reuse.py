@@ -67,7 +67,7 @@ def test_a_file_that_has_changed_meanwhile_is_not_taken(tmp_path: Path):
 
 
 def test_no_link_and_no_device_is_followed(tmp_path: Path):
-    """A function can write in its own code folder; the gateway may read more than the function."""
+    """A function can make links in its own code folder. The gateway may read more than the function, so it follows none."""
     other = write(tmp_path / "other", {"secret.txt": (b"theirs", False), "in/secret.txt": (b"theirs", False)})
     live = write(tmp_path / "live", {"handler.py": (b"mine", False)})
     (live / "secret.txt").symlink_to(other / "secret.txt")

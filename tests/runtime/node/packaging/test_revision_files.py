@@ -1,4 +1,4 @@
-"""The files of a revision travel between gateways, complete and unchanged, and nothing else comes with them."""
+"""The files of a revision travel between gateways, complete and unchanged, and no other files travel with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def blobs(tmp_path: Path) -> FileBlobs:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a revision with code, a named snapshot, and files that are about this machine."""
+    """Make the folder of a revision with code, a named snapshot, and files that concern only this machine."""
     folder = tmp_path / "staging" / "r1"
     for name, text in {
         "code/handler.py": "x", "code/run.sh": "#!", "code/deep/versions.json": "mine", "code/revision.json": "mine",
@@ -44,7 +44,7 @@ def packed(folder: Path) -> PackedFiles:
 
 
 def content(folder: Path) -> dict[str, tuple[str, bool]]:
-    """The text or target of each file, and whether its owner may execute it, by its path."""
+    """Return, by path, the text or target of each file, and whether its owner may execute it."""
     found = {}
     for path in folder.rglob("*"):
         text = f"-> {path.readlink()}" if path.is_symlink() else "/" if path.is_dir() else path.read_text()
@@ -132,7 +132,7 @@ def test_too_much_is_refused_before_it_is_stored(folder: Path, monkeypatch: pyte
 
 
 def test_a_link_in_the_place_of_a_file_is_not_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of the function may change its code while it is packed."""
+    """A process of the function may replace a file by a link while the code is packed."""
     before = (folder / "code/handler.py").lstat()
     monkeypatch.setattr(Path, "lstat", lambda _: before)
     with tarfile.open(fileobj=io.BytesIO(), mode="w") as tar, pytest.raises(OSError, match="symbolic link"):

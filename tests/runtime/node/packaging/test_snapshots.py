@@ -1,4 +1,4 @@
-"""A gateway that requires signatures: every snapshot of a function, at each deploy and at each start of the gateway."""
+"""A gateway that requires signatures checks every snapshot of a function, at each deploy and at each of its own starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def weights(tmp_path: Path, key: Path) -> Path:
-    """The folder of a signed snapshot."""
+    """Make the folder of a signed snapshot."""
     folder = tmp_path / "weights"
     folder.mkdir()
     save_file({"weight": torch.eye(64)}, folder / SHARD)
@@ -74,7 +74,7 @@ async def gateway(signer: str) -> AsyncIterator[Gateway]:
 
 
 async def refused(gateway: Gateway, **settings: object) -> str:
-    """Deploy a function that must be refused for a signature. Return why."""
+    """Deploy a function that must be refused because of a signature. Return the error's message."""
     error = failure(await gateway.send(LINEAR, {key: str(value) for key, value in settings.items()}))
     assert (error["status"], error["type"]) == (422, "signature_invalid"), error
     assert error["remedy"]
@@ -105,7 +105,7 @@ async def test_remote_weights_need_an_accepted_signature(gateway: Gateway, weigh
         create(weights).write(weights / MANIFEST_NAME)
         server.requests.clear()
         assert "digests of xxh3-128" in await refused(gateway, snapshot=server.url)
-        # It is refused before any asset or shard is read.
+        # The snapshot is refused before any asset or shard is read.
         assert {request.name for request in server.requests} == {MANIFEST_NAME}
         # The live revision still answers.
         assert await function.answer() == [1.0] * 64
@@ -131,13 +131,13 @@ async def test_local_weights_and_weights_in_the_archive_need_one_too(
     assert failure(await upload())["type"] == "signature_invalid"
     unsigned = code / "weights"
     assert await refused(gateway, snapshot=unsigned) == f"{unsigned} has no signature."
-    # Our code would read such a file.
+    # A file that our code would read must be in the signed manifest.
     shutil.copy(weights / SIGNATURE_NAME, unsigned)
     (unsigned / "chat_template.jinja").write_text("evil")
     assert "has the file chat_template.jinja" in failure(await upload())["message"]
     assert "has the file chat_template.jinja" in await refused(gateway, snapshot=unsigned)
     (unsigned / SIGNATURE_NAME).unlink()
-    # Named snapshots and adapters, too.
+    # Named snapshots and adapters need signatures, too.
     style = await refused(gateway, **{"snapshots.base": weights, "snapshots.style": unsigned})
     assert style == f"snapshots.style: {unsigned} has no signature."
     loud = await refused(gateway, **{"snapshot": weights, "adapters.loud": unsigned})
@@ -172,7 +172,7 @@ async def test_bytes_that_differ_from_the_signed_digests_are_refused(gateway: Ga
     local = failure(await gateway.send(LINEAR, {"snapshot": str(weights)}))
     assert local["type"] == "snapshot_corrupt"
     with FaultServer(weights) as server:
-        # By default, a worker is ready before its weights have arrived, and then a call fails.
+        # Without `wait_for_weights`, a worker is ready before its weights have arrived, and only a later call fails.
         settings = {"snapshot": server.url, "wait_for_weights": True}
         remote = failure(await gateway.send(LINEAR, settings))
     assert remote["details"]["cause"] == "snapshot_corrupt"
@@ -191,7 +191,7 @@ async def test_a_start_checks_stored_revisions(
         async with gateway_here(state) as gateway:
             for name, snapshot in {"remote": server.url, "local": str(weights), "plain": str(plain)}.items():
                 await gateway.deploy(LINEAR, {"snapshot": snapshot}, name=name, check=False)
-        # The revisions were deployed before signatures were required. Two of them have one.
+        # The revisions were deployed when signatures were not required. Two of them have signatures.
         async with gateway_here(state, snapshot_signers=(other, signer)) as gateway:
             assert await gateway.function("remote").answer() == [1.0] * 64
             await barred(gateway, "plain", "signature_invalid", "digests of xxh3-128")

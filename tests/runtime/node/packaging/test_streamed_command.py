@@ -28,7 +28,7 @@ def test_at_the_deadline_it_can_clean_up_and_has_failed(tmp_path: Path) -> None:
 
 
 def test_a_process_that_it_leaves_is_killed_at_the_deadline() -> None:
-    # The first process ends at SIGTERM. The second ignores it, and holds the output open.
+    # The first process ends at SIGTERM. The second process ignores SIGTERM, and keeps the output open.
     child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
     script = f'{sys.executable} -c "{child}" & wait'
     started_s = time.monotonic()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ECHO = "def handler(event):\n    return event"
 BATCH = "import pilotflame\n@pilotflame.batch(max_size=32)\ndef handler(events):\n    return events"
-# Fast, unless the event is a word to wait for. A worker would prefetch calls that are even faster.
+# The handler takes 10 ms, because a worker would prefetch faster calls. If the event is a word, it waits for this word.
 SOME_WAIT = """
 import gate, os, time
 def handler(event):
@@ -27,7 +27,7 @@ def handler(event):
 @pytest.mark.parametrize("source", [ECHO, BATCH])
 async def test_a_burst_that_one_worker_ends_in_time_starts_one(gateway, deploy, source: str):
     function = await deploy(source, {"scale.idle_timeout_s": 0.2, "concurrency": 1, "scale.max": 8})
-    # How long a call takes is known from here on.
+    # After this call, the gateway knows how long a call takes.
     await function.answer(0)
     await function.settled(ready=0)
     before = len(starts(gateway, function))
@@ -55,7 +55,7 @@ async def test_a_buffer_is_kept_while_there_is_load(deploy, gate: Gate):
     call = asyncio.create_task(function.answer("long"))
     arrival = await gate.next("long")
     await function.settled(ready=3, in_flight=1)
-    # One of the buffer takes the next call, and it is made up for.
+    # One worker of the buffer takes the next call, and another worker starts for the buffer.
     other = asyncio.create_task(function.answer("also"))
     await gate.next("also")
     await function.settled(ready=4, in_flight=2)
@@ -72,7 +72,7 @@ async def test_a_busy_worker_that_is_not_needed_ends_after_its_call(deploy, gate
     calls = {str(n): asyncio.create_task(function.answer(str(n))) for n in range(6)}
     arrivals = [await gate.next() for _ in calls]
     await function.settled(ready=2, in_flight=6)
-    # One call is left at each worker. One worker could run both.
+    # Leave one call at each worker. One worker could run both calls, so the other is not needed.
     for pid in {arrival.pid for arrival in arrivals}:
         for arrival in [one for one in arrivals if one.pid == pid][1:]:
             arrival.go()

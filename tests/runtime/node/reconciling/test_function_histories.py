@@ -53,7 +53,7 @@ async def test_what_is_known_of_a_function_is_the_same_after_it_was_written(tmp_
     assert again.ladder.measured.figures == FIGURES
     assert again.upstreams == PAIRS
     assert again.ladder.measured.slow_share == SLOW
-    # The idle period goes on, on the clock of the wall.
+    # The idle period goes on after the restart, measured by the wall clock.
     period = again.ladder.watch.period
     assert period is not None
     assert 100.0 <= time.monotonic() - period.begun_s < 160.0
@@ -142,7 +142,7 @@ class _Nothing:
     warm_until_s = None
 
     def scale(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 async def test_requests_go_on_while_the_histories_of_many_functions_are_gathered(tmp_path: Path, monkeypatch):

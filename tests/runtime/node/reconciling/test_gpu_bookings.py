@@ -1,4 +1,4 @@
-"""Places on the node's GPUs, in a real gateway. Its GPUs are named in its settings: no worker uses one.
+"""Bookings of GPU memory in a real gateway. Its settings name the GPUs, and no worker uses a GPU.
 
 The weights lie on a simulated device, so workers park as they would with a GPU.
 """
@@ -71,7 +71,7 @@ def actions(gateway: Gateway, function: Any, cause: str = "gpus") -> list[str]:
 
 
 async def test_the_place_of_a_start_whose_process_has_died_may_be_given_back() -> None:
-    """The start goes on, because it fetches weights."""
+    """The start goes on after the death of the process, because it fetches weights."""
     places = GpuBookings((Gpu("0", MEMORY_MB),), NvidiaDriver())
     one = SimpleNamespace(gpu_need=GpuNeed(1, 1000), renew_standby=lambda: False)
     place = places.take(one, {"0": 1000})  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ async def test_two_that_do_not_fit_together_take_turns(one_gpu: Gateway, tmp_pat
         assert found == rights[number](turn)
         workers[number].add(worker)
         assert (await held_mb(one_gpu))["0"] <= MEMORY_MB
-    # They were parked and woken, and not started anew.
+    # The workers were parked and woken, and not started anew.
     assert [len(pids) for pids in workers] == [1, 1]
     assert await held_mb(one_gpu) == {"0": 10240 + CONTEXT_MB}
     assert "park" in actions(one_gpu, functions[0])
@@ -135,7 +135,7 @@ async def test_two_that_fit_share_the_gpu(one_gpu: Gateway, gate: Gate):
     pids = [(await one.answer(1))[0] for one in functions]
     assert [(await one.answer(2))[0] for one in functions] == pids
     assert await held_mb(one_gpu) == {"0": MEMORY_MB}
-    # Each is billed for its half of the GPU.
+    # Each function is billed for its half of the GPU.
     lives = [one_gpu.server.functions.get(one.name) for one in functions]
     assert [live.devices for live in lives] == [0.5, 0.5]
     assert [live.workers.function.ladder.measured.figures.devices for live in lives] == [0.5, 0.5]
@@ -184,7 +184,7 @@ async def test_several_gpus_are_never_slices(state: Path, gate: Gate):
         error = failure(await gateway.send(PLAIN, needs(1024, gpus=2)))
         assert (error["status"], error["type"]) == (422, "settings_invalid")
         assert "a process can use one MIG slice only" in error["message"]
-        # One slice is as good as a GPU.
+        # A function that needs one GPU may have a slice instead.
         function = await gateway.deploy(PLAIN, needs(16384), gate=gate)
         assert (await function.answer(1))[1] == "MIG-a"
 
@@ -236,7 +236,7 @@ async def test_a_busy_function_is_deployed_again(one_gpu: Gateway, gate: Gate):
     first.go()
     response = await deploying
     assert response.status_code == 201, response.text
-    # The other one waited in the queue of the old revision, which gets room for it.
+    # The other call waited in the queue of the old revision. This revision gets a worker for the call.
     (await gate.next("now")).go()
     assert len(await asyncio.gather(*calls)) == 2
 
@@ -255,7 +255,7 @@ async def test_a_deploy_comes_before_those_who_wait(one_gpu: Gateway, gate: Gate
         return next(one for one in readings if one.name == "gpu_waiting").values == {(): 2.0}
 
     await until(waits, "a deploy that waits for room")
-    # The worker takes no further call. The deploy gets its place.
+    # The busy worker takes no further call, and the deploy gets its place.
     await busy.settled(draining=1, in_flight=1)
     calls.append(asyncio.create_task(busy.answer("busy")))
     first.go()
@@ -272,14 +272,15 @@ async def test_who_becomes_idle_for_long_makes_room_for_more(two_gpus: Gateway, 
     arrived = [await gate.next("wide") for _ in range(2)]
 
     async def started() -> bool:
-        # A worker that `wide` starts for further calls cannot make room yet, so a busy one would drain.
+        # While `wide` starts a worker for further calls, this worker cannot make room, so a busy worker would drain.
         return not (await wide.status())["workers"]["starting"]
 
     await until(started, "the end of all starts")
     once = asyncio.create_task(other.answer("other"))
     (await gate.next("other")).go()
     await once
-    # The calls of its two workers do not end, and no event tells when the other function's is idle for a second.
+    # `wide` needs a third worker, because the calls of its two workers do not end. No event tells when the other function's
+    # worker has been idle for a second.
     calls.append(asyncio.create_task(wide.answer("third")))
     (await gate.next("third")).go()
     for one in arrived:
@@ -349,7 +350,7 @@ async def test_one_that_parks_by_itself_is_not_ended_for_others(two_gpus: Gatewa
     busy = await two_gpus.deploy(PLAIN, needs(16384), gate=gate, check=False)
     running = asyncio.create_task(busy.answer("busy"))
     arrived = await gate.next("busy")
-    # It fits only where the busy one is, and no caller waits for it.
+    # `other` fits only where the busy worker is, and no caller waits for `other`.
     other = await two_gpus.deploy(PLAIN, needs(16000), gate=gate, check=False)
     two_gpus.server.functions.get(other.name).workers.warm(1, "schedule")
     parks = await two_gpus.deploy(PLAIN, needs(8000) | {"scale.park_after_s": 0}, gate=gate, check=False)
@@ -449,7 +450,7 @@ def handler(event):
 async def test_standbys_are_booked_limited_and_end_first(state: Path, tmp_path: Path):
     source = REHEARSES_ON_GPU.format(folder=tmp_path)
     (tmp_path / "rehearsed").touch()
-    # Two standbys rehearse, and each keeps a context. Beside them, a third one has too little room.
+    # Two standbys rehearse, and each keeps a context. A third standby has too little memory beside them to rehearse.
     async with gateway_here(state, gpus=("0:1700",)) as gateway:
         functions = [
             await gateway.deploy(source, needs(1024) | {"scale.idle_timeout_s": 0}) for _ in range(4)
@@ -464,7 +465,7 @@ async def test_standbys_are_booked_limited_and_end_first(state: Path, tmp_path: 
             return (len(standbys), len(standbys & rehearsed), booked) == (4, 2, 2 * CONTEXT_MB)
 
         await until(rest, "standbys, two of them with contexts")
-        # A worker that needs all of it gets the room of the standbys.
+        # A worker that needs the whole GPU gets the memory of the standbys.
         large = await gateway.deploy(PID, needs(1700) | {"scale.idle_timeout_s": 0}, check=False)
         await large.answer(1)
         for one in functions:

@@ -24,7 +24,7 @@ def handler(event, context):
     adapter = context.adapters.open(event) if event else context.snapshot
     return [adapter.load("a")["a"].sum().item(), os.getpid()]
 """
-# Two workers, each of which waits for the other.
+# Each call waits at the gate, so two workers open the adapter at the same time.
 TOGETHER = """
 import os, gate
 
@@ -47,7 +47,7 @@ SEEDS = itertools.count(1)
 
 
 class Bucket:
-    """A server with a base and two adapters. Each has a sum of its own, and one in each test."""
+    """A server with a base and two adapters. The tensors of each snapshot have a different sum, and another sum in each test."""
 
     def __init__(self, server: FaultServer, folder: Path) -> None:
         self.server = server
@@ -63,7 +63,7 @@ class Bucket:
 
     @property
     def fetches(self) -> list[str]:
-        """The snapshots whose tensors were sent, once for each time."""
+        """The names of the snapshots whose tensors were sent, with one entry for each time."""
         names = [one.name for one in self.server.requests if one.sent > COUNT]
         return [name.partition("/")[0] for name in names if name.endswith(".safetensors")]
 
@@ -92,7 +92,7 @@ async def test_an_adapter_is_fetched_when_a_call_first_needs_it(gateway: Gateway
     assert bucket.fetches == ["base"]
     for _ in range(2):
         assert await sum_of(function, "two") == bucket.sums["two"]
-        # The next call has another worker.
+        # Wait until the worker has ended, so that the next call has another worker.
         await function.settled()
     assert bucket.fetches == ["base", "two"]
     shown = (await function.status())["settings"]["adapters"]

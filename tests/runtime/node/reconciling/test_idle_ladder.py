@@ -85,7 +85,7 @@ async def test_an_idle_function_steps_down_rung_by_rung(gateway, deploy):
     again = await function.call()
     assert again.headers["x-cold-start"] == "true"
     assert again.json() != pid
-    # The wake took as long as the function needs from its files.
+    # The wakes from the files and from the zygote were measured.
     figures = history_of(gateway, function).ladder.measured.figures
     assert figures.wakes_s["local"][-1] > 0 < figures.wakes_s["zygote"][-1]
 
@@ -99,7 +99,7 @@ async def test_a_function_whose_callers_may_not_wait_stays_ready(state: Path):
         assert await function.answer() == pid
         ladder = history_of(gateway, function).ladder
         await idle(gateway, function, "ready")
-        # A gap that is longer than the quiet is an idle time; the time before the first call is not.
+        # A gap that is longer than the quiet time is an idle time. The time before the first call is no idle time.
         assert len(ladder.past.history.idles) == 1
         assert 0.5 < ladder.past.history.idles[0] < 20
 
@@ -116,7 +116,7 @@ async def test_slow_requests_beyond_their_share_raise_the_price_of_waiting(gatew
     await function.answer()
     assert (await decided(gateway, function, "step_down", 2)).figures["slow_share"] == 1.0
     assert 3.8 < ladder.measured.slow_share.price(1.0) < 4.0
-    # Both have waited, so a deploy goes on with the price that follows from that.
+    # Both calls have waited. A deploy keeps the counts of slow requests, from which the price follows.
     await gateway.deploy(PID, {"scale.slow_share": 0.5, "scale.rest": "local"}, name=function.name)
     assert history_of(gateway, function).ladder.measured.slow_share.recent_slow > 1.9
     steady = await deploy(PID)
@@ -126,7 +126,7 @@ async def test_slow_requests_beyond_their_share_raise_the_price_of_waiting(gatew
 
 @pytest.mark.parametrize("limit", [{"hold_s": 0.2}, {"timeout_s": 0.2}])
 async def test_a_caller_whose_time_is_up_before_a_worker_starts_was_a_slow_one(gateway, deploy, gate, limit):
-    """Else the price would fall the more, the longer starts take."""
+    """Otherwise the price would fall further the longer starts take, because nobody would count the callers that gave up."""
     source = "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return event"
     settings = {"scale.slow_share": 0.01, "scale.rest": "local", **limit}
     function = await deploy(source, settings, gate=gate, check=False)
@@ -168,7 +168,7 @@ async def test_a_worker_that_a_warm_up_asked_for_outlives_the_next_step_of_the_p
     response = await gateway.client.post(f"/v2/{function.name}/warmup")
     assert response.status_code < 300, response.text
     await function.settled(ready=1)
-    # The plan goes down to the files after about two seconds.
+    # The plan goes down to the files after about two seconds, but the warm-up keeps the worker.
     due_at = history_of(gateway, function).ladder.next_step
     assert due_at is None or due_at.rung == "local"
     await function.settled(ready=1, rung="ready")
@@ -218,13 +218,13 @@ async def test_the_history_survives_a_deploy_and_a_restart_but_no_delete(state):
         function = gateway.function("kept")
         await function.settled(ready=0)
         after = history_of(gateway, function).ladder.past.history
-        # Files hold whole milliseconds.
+        # The file has whole milliseconds.
         for stored_s, s in ((after.idles, before.idles), (after.intervals, before.intervals)):
             assert stored_s == pytest.approx(s, abs=0.0006)
         await function.answer()
         await idle(gateway, function, "ready")
         assert history_of(gateway, function).ladder.past.history.periods == 1
-        # A period is learned when the arrivals of the longest wake are known.
+        # A period is learned only when the arrivals of the longest wake are known, so call until then.
         while history_of(gateway, function).ladder.past.history.periods < 2:
             await function.answer()
             await idle(gateway, function, "ready")
@@ -285,7 +285,7 @@ async def test_a_deploy_after_a_restart_begins_its_plan_anew():
         await ladder.adopt(restored, LadderSpec(), 0.1, tasks)
         assert restored.looks == 1
         assert ladder.stand(time.monotonic()).rung is RungName.LOCAL
-        # A call is likely soon after a deploy.
+        # A deploy begins a new plan with a worker, because a call is likely soon after a deploy.
         await ladder.adopt(deployed, LadderSpec(), 0.1, tasks)
         assert ladder.stand(time.monotonic()).keeps_worker
         ladder.release(deployed)
@@ -309,7 +309,7 @@ async def test_a_plan_made_for_guessed_memory_is_made_anew_once_the_memory_was_m
         await ladder.adopt(target, LadderSpec(), 0.1, tasks)
         guessed = ladder.next_step
         assert guessed is not None
-        # The worker holds 1 MB more than the zygote, not 40: it is worth keeping for much longer.
+        # The worker holds 1 MB more than the zygote, instead of the guessed 40 MB, so the plan keeps it for much longer.
         ladder.note_held(RungName.ZYGOTE, 24e6)
         ladder.note_held(RungName.READY, 25e6)
 

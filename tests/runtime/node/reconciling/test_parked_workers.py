@@ -1,4 +1,4 @@
-"""Parked workers in a real gateway: they give device memory back, wake with right answers, and end like others."""
+"""Parked workers in a real gateway: they give device memory back, wake with right answers, and end like other workers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_weights_leave_the_device_and_come_back(gateway, deploy, weights, 
     for turn in range(2, 5):
         status = await function.settled(parked=1)
         assert status["rung"] == "parked"
-        # A worker that is woken before it has answered does not count as parked.
+        # Wait for the decision: a worker that is woken before it has answered the order to park does not count as parked.
         await until(partial(told, turn - 1), "what parking has freed")
         response = await function.call(turn)
         assert response.json() == [worker, right(turn)]
@@ -108,7 +108,7 @@ async def test_twenty_turns_do_not_grow_the_worker(deploy, weights):
         assert found == right(turn)
         await function.settled(parked=1)
         sizes.append(psutil.Process(worker).memory_full_info().uss)
-    # Weights that stay after each turn would be 15 slabs.
+    # If the weights of each turn stayed, the worker would grow by 15 slabs.
     assert max(sizes[-3:]) - max(sizes[:5]) < 6 * SLAB_BYTES
 
 
@@ -117,7 +117,7 @@ async def test_calls_that_arrive_while_it_parks(deploy, weights):
     function = await deploy(ON_DEVICE, PARKS | {"snapshot": str(folder), "scale.max": 1})
     workers = set()
     for turn in range(30):
-        # Nothing lies between an answer and the next call but the PARK that follows the answer.
+        # Send the next call directly after the answer, so that only the PARK that follows the answer lies between them.
         worker, found = await function.answer(turn)
         assert found == right(turn)
         workers.add(worker)
@@ -168,7 +168,7 @@ async def test_two_are_needed_and_one_is_parked(gateway, deploy, gate: Gate):
     lost, kept = await function.pids("worker")
     await kill(lost)
     await function.settled(parked=1)
-    # One wakes, and one is forked.
+    # One worker wakes, and another is forked.
     second = asyncio.create_task(function.answer("b"))
     arrival = await gate.next("b")
     assert arrival.pid == kept
@@ -178,7 +178,7 @@ async def test_two_are_needed_and_one_is_parked(gateway, deploy, gate: Gate):
     arrival.go()
     await second
     await function.settled(parked=2)
-    # Both wake, and none is forked.
+    # Both workers wake, and no worker is forked.
     third = asyncio.create_task(function.answer("c"))
     (await gate.next("c")).go()
     await third
@@ -271,7 +271,7 @@ async def test_a_worker_that_is_woken_before_it_began_to_park_is_not_taken_for_s
     # Both frames arrive together, so the worker never reports that it has parked.
     pool.park(pool.replicas.idle)
     assert pool.wake(pool.replicas.parked, 1) == 1
-    # Longer than one may take to park, and then to write its stacks before it is killed.
+    # The call takes longer than a worker may take to park, and then to write its stacks before it is killed.
     assert await function.answer(1.5) == before
 
 

@@ -24,7 +24,7 @@ async def test_the_standby_is_the_next_worker(deploy):
     response = await function.call()
     assert response.json()[0] == standby
     assert response.headers["x-cold-start"] == "true"
-    # And there is another.
+    # Another standby takes its place.
     await function.settled(ready=1, standby=True)
 
 
@@ -32,7 +32,7 @@ async def test_a_standby_killed_at_the_moment_it_is_needed(deploy):
     function = await deploy(PID)
     await function.settled(standby=True)
     (standby,) = await function.pids("standby")
-    # The gateway has not noticed yet.
+    # The gateway has not noticed the death yet when it needs the standby.
     os.kill(standby, signal.SIGKILL)
     worker, _ = await function.answer()
     assert worker != standby
@@ -70,11 +70,11 @@ async def test_a_worker_whose_device_has_failed_is_replaced(deploy, tmp_path: Pa
     function = await deploy(source, {"snapshot": str(tmp_path), "scale.idle_timeout_s": 1000, "scale.max": 1})
     worker, found = await function.answer(1)
     assert found == right(1)
-    # An error of the handler alone costs no worker.
+    # An error of the handler alone does not end the worker.
     assert (await function.error("raise"))["type"] == "handler_failed"
     assert await function.answer(2) == [worker, right(2)]
     assert "break" in (await function.error("break"))["message"]
-    # The next call is not sent to it.
+    # The next call is sent to another worker.
     other, found = await function.answer(3)
     assert other != worker
     assert found == right(3)

@@ -1,4 +1,4 @@
-"""Requests: how many workers signals want ahead of need. Workers that were started for them: whether they were used."""
+"""Requests for workers ahead of need: how many workers they want, and whether the workers started for them were used."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class TestWorkers:
         source = "import gate\ndef handler(event):\n    gate.wait()\n    return event"
         function = await deploy(source, {"scale.max": 4}, gate=gate)
         calls = [asyncio.create_task(function.answer(n)) for n in range(2)]
-        # Two that run want a third worker.
+        # Two running calls want a third worker.
         await function.settled(ready=3, in_flight=2)
         assert {one.cause for one in notes(gateway, function, "start")} <= {"load"}
         gateway.server.functions.get(function.name).workers.warm(4, "warmup", 100.0)

@@ -25,7 +25,7 @@ from pilotflame.runtime.node.scaling.table import Proposal, Rank, Row
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WAITS = "import gate, os\ndef handler(event):\n    gate.wait(event)\n    return os.getpid()"
-# Nothing ends a worker here but the limit.
+# Idle workers stay for so long that only a limit ends them.
 STAYS = {"scale.idle_timeout_s": 1000}
 
 
@@ -48,7 +48,7 @@ async def test_one_at_zero_gets_a_worker_of_one_that_has_many(small: Gateway, ga
     await rich.settled(ready=4, in_flight=4, queued=4)
     assert actions(small, rich, "max_workers")[0] == "refuse"
     one = asyncio.create_task(poor.answer("one"))
-    # One of the four takes nothing new, and ends after its call.
+    # One of the four workers takes no new call, and ends after its call.
     await rich.settled(ready=3, draining=1, in_flight=4)
     assert actions(small, rich, "max_workers")[-1] == "stop"
     for arrival in arrived:
@@ -84,7 +84,7 @@ async def test_a_caller_who_gets_no_worker_is_told_why(small: Gateway, gate: Gat
     assert "4 workers (max_workers)" in error["message"]
     assert "PILOTFLAME_MAX_WORKERS" in error["remedy"]
     assert actions(small, late, "max_workers") == ["refuse"]
-    # When one ends its call, the next caller has its worker.
+    # When the call of a worker ends, the next caller gets a worker in its place.
     gate.open()
     await asyncio.gather(*busy)
     assert isinstance(await late.answer("late"), int)
@@ -100,7 +100,7 @@ async def test_a_deploy_keeps_as_many_workers_as_there_is_room_for(small: Gatewa
     gate.open()
     await asyncio.gather(*calls)
     await small.deploy(WAITS + "\n", {"scale.max": 3, **STAYS}, name="a", gate=gate)
-    # All four places are taken: after the three workers of before, only the worker that proves the revision starts.
+    # The limit is reached: after the three workers of before, only the worker that checks the new revision starts.
     text = (await small.client.get("/metrics")).text
     assert 'pilotflame_activations_total{function="a",outcome="ready"} 4.0' in text
 
@@ -122,7 +122,7 @@ async def test_a_full_node_takes_nothing_from_scale_min(small: Gateway, gate: Ga
 
 
 async def deployer(gateway: Gateway, name: str, **fields: Any) -> dict[str, Any]:
-    """Make a key, and let the client deploy with it."""
+    """Make a key, let the client deploy with it, and return it."""
     async with gateway.at_home() as home:
         response = await home.post(
             "/v1/keys", json={"name": name, "scopes": ["deploy", "invoke"], "policy": TRUSTED, **fields}
@@ -142,14 +142,15 @@ async def test_the_functions_of_an_owner_share_what_their_key_allows(state: Path
         arrived = [await gate.next("many") for _ in range(2)]
         await rich.settled(ready=2, in_flight=2, queued=2)
         assert actions(gateway, rich, "owner_limit") == ["refuse"]
-        # The limit does not hold for another owner's function.
+        # The limit does not apply to a function of another owner.
         await deployer(gateway, "large")
         other = await gateway.deploy(WAITS, {"scale.max": 8, **STAYS}, name="other", gate=gate, check=False)
         others = [asyncio.create_task(other.answer("other")) for _ in range(3)]
         for _ in range(3):
             (await gate.next("other")).go()
         await asyncio.gather(*others)
-        # A second function of the same owner gets a place of the first, whatever idle workers other owners have.
+        # A second function of the same owner gets the place of a worker of the first function, although other owners have idle
+        # workers.
         async with gateway.at_home() as home:
             gateway.client.headers["Authorization"] = f"Bearer {key['key']}"
             poor = await gateway.deploy(WAITS, {**STAYS}, name="poor", gate=gate, check=False)
@@ -216,7 +217,7 @@ async def test_a_cold_start_of_one_worker_needs_two_looks_until_its_answer(state
 async def test_calls_for_which_the_workers_suffice_cause_no_look_each(state: Path):
     async with gateway_here(state) as gateway:
         function = await gateway.deploy("def handler(event):\n    return event", {"scale.idle_timeout_s": 60})
-        # Then the durations are known.
+        # Call first, so that the gateway knows the durations of the calls.
         await asyncio.gather(*(function.call() for _ in range(50)))
         before, began_s = await looks(gateway), time.monotonic()
         await asyncio.gather(*(function.call() for _ in range(300)))
@@ -230,7 +231,7 @@ async def looks(gateway: Gateway) -> float:
 
 
 class Due:
-    """A member that notes when it is looked at, or fails."""
+    """A member that notes that it was looked at, or fails."""
 
     def __init__(self, key: str, *, fails: bool = False) -> None:
         self.key, self.fails, self.looked = key, fails, asyncio.Event()
@@ -260,7 +261,9 @@ async def test_a_function_whose_look_fails_does_not_stop_the_looks_at_others():
 
 
 class Wanting:
-    """A revision with one draining worker, whose row wants a number of workers. It is its own observations and steps."""
+    """A revision with one draining worker, whose claim wants a number of workers. It also serves as its `observed` and
+    `carry_out`.
+    """
 
     gpu_need, owner, urgent, row = None, "", False, Row(0, 0)
     replicas = SimpleNamespace(total=1, parked=[])
@@ -299,7 +302,7 @@ async def test_a_revision_that_ends_takes_no_place_although_its_last_row_wanted_
         reconciler.limits.join(one)  # type: ignore[arg-type]
     reconciler.limits.leave(ends)  # type: ignore[arg-type]
     reconciler.look(waits)  # type: ignore[arg-type]
-    # The loop runs the allocation next.
+    # Let the event loop run the allocation.
     await asyncio.sleep(0)
     assert [len(grant.start) for grant in waits.granted] == [1]
     assert ends.granted == []

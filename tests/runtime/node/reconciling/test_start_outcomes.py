@@ -63,7 +63,7 @@ def test_each_failure_doubles_the_time_to_the_next_start_up_to_a_limit() -> None
         waits.append(breaker.backoff_until_s - 100.0)
         opened.append(breaker.open(100.0))
     assert waits == [min(300.0, 0.5 * 2**number) for number in range(12)]
-    # It opens with the fifth failure, for the time of its backoff.
+    # The breaker opens with the fifth failure, for the time of its backoff.
     assert opened == [False] * 4 + [True] * 8
     assert not breaker.open(400.0)
     refused = breaker.refusal("f", 399.5)
@@ -86,7 +86,7 @@ def test_waiting_calls_fail_after_three_deaths_in_a_row() -> None:
         assert error.message.endswith("of signal 11 (SIGSEGV).")
         assert error.remedy == "See `pilotflame logs f`."
     assert starts.give_up()
-    # The count begins again.
+    # After `give_up` has returned True, the count begins again.
     assert not starts.give_up()
     starts.note_death("f", "signal 9 (SIGKILL)")
     starts.note_ready()

@@ -32,7 +32,7 @@ async def test_a_killed_zygote_lets_its_workers_finish(deploy, gate: Gate):
     await until(lambda: logged(function, "the zygote died"), "the zygote's death in the log")
     gate.open()
     assert await running == worker
-    # It drains when its parent dies.
+    # The worker drains when its zygote dies, so it ends after its call.
     await gone(worker)
     assert await function.answer("next") != worker
     assert await function.pids("zygote") != [zygote]
@@ -51,7 +51,7 @@ async def test_a_zygote_does_not_end_under_a_worker_that_starts_for_nobody(gatew
     source = "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return event"
     settings = {"hold_s": 0.2, "scale.idle_timeout_s": 0}
     function = await deploy(source, settings, gate=gate, check=False)
-    # The caller has given up, and the worker still starts.
+    # The caller gives up while the worker still starts.
     assert (await function.error())["type"] == "activation_timeout"
     (zygote,) = await function.pids("zygote")
     gateway.server.functions.get(function.name).workers.function.ladder.yield_to(RungName.LOCAL)
@@ -71,16 +71,16 @@ async def test_a_failed_import_is_logged_as_one_error(deploy, gateway):
 
 
 async def test_a_zygote_that_died_is_not_launched_again_below_its_rung(gateway, deploy, monkeypatch):
-    # Time enough for the steps below on a busy machine.
+    # The delay must be long enough for the steps below on a busy machine.
     monkeypatch.setattr(zygote_supervisor, "FIRST_RELAUNCH_DELAY_S", 3.0)
     function = await deploy(PID, {"scale.idle_timeout_s": 600})
     for death in (1, 2):
         await until(lambda: function.pids("zygote"), "a zygote")
         (zygote,) = await function.pids("zygote")
         await kill(zygote)
-        # The status names the dead process until the gateway has seen its end.
+        # Wait for the line in the log: the status names the dead process until the gateway has seen its end.
         await until(lambda died=death: deaths(function, died), f"death {death} in the log")
-    # The second launch comes after a delay, in which memory becomes short.
+    # The second launch comes after a delay. Memory becomes short during this delay.
     gateway.server.functions.get(function.name).workers.function.ladder.yield_to(RungName.LOCAL)
     await until(lambda: logged(function, "no new zygote is launched"), "the line in the log")
     assert await function.pids("zygote") == []
@@ -94,7 +94,7 @@ async def test_a_killed_base_is_started_again(state):
         (zygote,) = await function.pids("zygote")
         base = psutil.Process(zygote).ppid()
         await kill(base)
-        # It ends when its parent dies.
+        # The zygote ends when its base dies.
         await gone(zygote)
         worker, parent = await function.answer()
         assert psutil.Process(parent).ppid() not in (base, 1)

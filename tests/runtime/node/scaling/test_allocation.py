@@ -1,4 +1,4 @@
-"""Workers and GPU memory shared among revisions: tables by hand, promises for every node, and nodes over virtual time."""
+"""The allocation of workers and GPU memory to revisions: examples, properties of every node, and nodes over virtual time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def claim(
     key: str, *processes: NodeProcess, owner: str = "", function: str = "", need: GpuNeed | None = None,
     waits_s: float = 0.0, first_s: float = 100.0, cost: float = 1.0, keep: int = 0, **wants: int,
 ) -> RevisionClaim:  # fmt: skip
-    """A claim in which callers wait since `waits_s` seconds and the first worker is there since `first_s`. `wants` by tier."""
+    """Return a claim whose callers have waited for `waits_s` seconds, and which has had its first worker for `first_s`
+    seconds. `wants` has the number of wanted workers by tier.
+    """
     tiers = {TIERS[name]: count for name, count in wants.items()}
     there = sum(one.state in (STARTING, READY) for one in processes)
     held = there + sum(one.state is PARKED for one in processes)
@@ -125,7 +127,7 @@ def test_an_idle_worker_goes_before_a_busy_one() -> None:
         "b": Grant(stop=("b",), limit=ReachedLimit(NODE, 2)),
         "new": Grant(limit=ReachedLimit(NODE, 2)),
     }
-    # A worker that had a call a moment ago makes room for a first worker, but not for a second one.
+    # A worker that had a call less than LATELY_S ago stops for a first worker, but not for a second worker.
     found[1] = claim("b", idle("b", used_s=NOW_S - LATELY_S / 2), keep=1)
     assert shared(found, limits(2))["b"].stop == ("b",)
     result = allocate([found[1], claim("a", busy("a"), load=2)], limits(2), (), NOW_S)
@@ -139,7 +141,7 @@ def test_a_worker_that_starts_takes_no_strength_from_the_one_that_answers() -> N
 
 
 def test_no_busy_worker_goes_while_one_that_nobody_needs_starts() -> None:
-    """Once that worker is ready, it goes: it is idle."""
+    """Once that worker is ready, it is idle, so it is stopped."""
     there = [busy("a1"), busy("a2")]
     found = [claim("a", *there, starting("a3"), load=2), claim("b", load=1)]
     assert shared(found, limits(3))["a"] == Grant(limit=ReachedLimit(NODE, 3))
@@ -173,7 +175,7 @@ def test_nobody_gives_what_its_settings_keep() -> None:
     }
     found = [claim("min", *many("m", 4), load=4, minimum=3), poor]
     assert len(shared(found, least)["min"].stop) == 1
-    # A missing worker of scale.min comes before one for callers.
+    # A worker that scale.min lacks starts before a worker for callers.
     found = [claim("min", minimum=1), claim("poor", load=1)]
     assert shared(found, limits(1)) == {
         "min": Grant(start=(None,)), "poor": Grant(limit=ReachedLimit(NODE, 1))
@@ -198,7 +200,7 @@ def test_an_owner_at_their_limit_takes_from_their_own_functions_alone() -> None:
     assert shared(found, most) == {
         "poor": Grant(limit=reached), "rich": Grant(stop=("r2",), limit=reached),
     }  # fmt: skip
-    # While a place is free for the poor one, no worker stops.
+    # While the limit permits one more worker for the poor revision, no worker stops.
     found[1] = claim("rich", *many("r", 2), owner="a", load=3)
     assert shared(found, most) == {
         "poor": Grant(start=(None,), limit=reached), "rich": Grant(limit=reached),
@@ -223,7 +225,8 @@ def test_a_weaker_worker_gets_nothing_of_what_a_stronger_one_waits_for() -> None
         "strong": Grant(start=(None,)),
         "weak": Grant(limit=ReachedLimit(NODE, 2)),
     }
-    # The GPU has 40 of 100 MiB free. The strong one needs 60 and waits for one of two workers that drain.
+    # The GPU has 40 of 100 MiB free. The strong revision needs 60, and waits for one of two workers that drain. The weak
+    # revision, which needs 40, must not take the free memory.
     found = [
         claim("d", draining("d", {"0": 30}), draining("e", {"0": 30}), need=GpuNeed(1, 30)),
         claim("strong", load=1, need=GpuNeed(1, 60)),
@@ -257,7 +260,7 @@ def test_a_first_worker_rotates_after_ten_seconds(
     assert result.grants["waits"] == Grant(limit=ReachedLimit(kind, 1))
     assert (result.grants.get("has", Grant()).stop == ("h",)) == gives
     if not gives:
-        # The next look is due when the ten seconds of one of the two are over.
+        # The next allocation is due when the first worker has stayed, or the callers have waited, for ten seconds.
         dues = [NOW_S - since + PATIENCE_S for since in (first_s, waits_s) if since < PATIENCE_S]
         assert result.again_s == min(dues)
 
@@ -303,11 +306,11 @@ def test_an_idle_worker_parks_if_that_is_enough_and_ends_otherwise() -> None:
         assert shared(found, limits(), ONE) == {"has": grant, "new": Grant(limit=reached)}
     cannot = claim("has", idle("h", {"0": 80}, parks=False), keep=1, need=GpuNeed(1, 80))
     assert shared([cannot, claim("new", load=1, need=GpuNeed(1, 50))], limits(), ONE)["has"].stop == ("h",)
-    # A busy worker cannot park.
+    # A busy worker cannot park, so it ends.
     serves = claim("has", busy("h", {"0": 80}), load=1, need=GpuNeed(1, 80))
     found = [serves, claim("new", minimum=1, need=GpuNeed(1, 50))]
     assert shared(found, limits(), ONE)["has"] == Grant(stop=("h",), limit=reached)
-    # A parked worker ends, if what it holds is in the way.
+    # A parked worker ends if the memory that it keeps is needed.
     found = [
         claim("has", parked("h", {"0": 80}), need=GpuNeed(1, 80)),
         claim("new", load=1, need=GpuNeed(1, 95)),
@@ -318,11 +321,11 @@ def test_an_idle_worker_parks_if_that_is_enough_and_ends_otherwise() -> None:
 def test_a_new_worker_goes_where_it_displaces_least() -> None:
     need, gpus = GpuNeed(1, 100), [*TWO, Gpu("2", 100)]
     new = claim("new", load=1, need=need)
-    # The busy worker is the weaker one, but the other one is idle.
+    # The busy worker is the weaker of the two, but the other worker goes, because it is idle.
     wide = claim("busy", busy("x", {"2": 100}), busy("b", {"0": 100}), need=need, load=2)
     lately = claim("idle", idle("i", {"1": 100}, NOW_S - 0.1), need=need, keep=1)
     assert [key for key, one in shared([wide, lately, new], limits(), gpus).items() if one.stop] == ["idle"]
-    # An idle worker goes if its callers lose less than the callers of the other idle worker.
+    # Of two idle workers, the worker goes whose callers lose less.
     found = [
         claim(f"c{cost}", idle(f"c{cost}", {gpu: 100}), need=need, keep=1, cost=cost)
         for cost, gpu in ((2.0, "0"), (1.0, "1"))
@@ -334,7 +337,7 @@ def test_a_new_worker_that_displaces_no_other_goes_where_it_starts_at_once() -> 
     new = claim("new", load=1, need=GpuNeed(1, 50))
     found = [claim("d", draining("d", {"0": 100}), need=GpuNeed(1, 100)), new]
     assert shared(found, limits(), TWO) == {"new": Grant(start=({"1": 50},))}
-    # And then where the least stays free.
+    # If the worker can start on both GPUs at once, it goes where the least memory stays free.
     found = [claim("s", starting("s", {"1": 40}), need=GpuNeed(1, 40), load=1), new]
     assert shared(found, limits(), TWO) == {"new": Grant(start=({"1": 50},))}
 
@@ -348,7 +351,8 @@ def test_a_parked_worker_wakes_where_it_is_rather_than_a_new_one_starts_elsewher
         "a": Grant(limit=ReachedLimit(GPUS, 2)),
         "b": Grant(park=("i",), limit=ReachedLimit(GPUS, 2)),
     }
-    # A busy worker is not displaced for that, if there is another GPU. The parked worker ends: the row names one worker.
+    # A busy worker is not displaced for a parked one if another GPU is free: a new worker starts there. Then the parked
+    # worker ends, because the row wants one worker.
     worker = claim("b", busy("i", {"0": 60}), busy("j", {"2": 60}, 2), load=2, need=need)
     assert shared([sleeper, worker], limits(), [*TWO, Gpu("2", 60)])["a"] == Grant(
         start=({"1": 60},), stop=("p",)
@@ -358,7 +362,7 @@ def test_a_parked_worker_wakes_where_it_is_rather_than_a_new_one_starts_elsewher
 def test_one_displaced_on_a_gpu_does_not_take_its_sibling_on_another_along() -> None:
     need = GpuNeed(1, 100)
     wide = claim("wide", busy("x", {"0": 100}, 2), busy("y", {"1": 100}, 1), load=2, need=need)
-    # Only the first GPU is large enough. The sibling becomes the first worker.
+    # Only the first GPU is large enough for the new worker. The sibling on the other GPU becomes the first worker.
     found = [wide, claim("new", need=GpuNeed(1, 150), minimum=1)]
     gpus = [Gpu("0", 150), Gpu("1", 100)]
     grants = shared(found, limits(), gpus)
@@ -417,7 +421,7 @@ def deploys(
 
 def test_a_deploy_may_have_one_worker_too_many() -> None:
     old = claim("old", *many("o", 2), function="f", load=2)
-    # The other workers of the new revision wait, and no worker stops for them.
+    # Only the first worker of the new revision may exceed the limit. Its other workers wait, and no worker stops for them.
     assert shared([old, deploys(ahead=3)], limits(2)) == {
         "new": Grant(start=(None,), limit=ReachedLimit(NODE, 2))
     }
@@ -427,7 +431,7 @@ def test_a_deploy_may_have_one_worker_too_many() -> None:
     grants = shared([old, proves, deploys("other", "g")], limits(2))
     assert grants["other"] == Grant(limit=ReachedLimit(NODE, 2))
     assert len(grants["old"].stop) == 1
-    # A failed first worker that drains is no reason for one more.
+    # A failed first worker that drains does not permit another worker beyond the limit.
     failed = claim("new", draining("n"), function="f")
     assert shared([old, failed, claim("w", load=1)], limits(3))["w"] == Grant(limit=ReachedLimit(NODE, 3))
 
@@ -442,7 +446,7 @@ def test_on_gpus_the_old_revision_makes_room_for_the_new_one() -> None:
         found = [old, kept, deploys(need=need)]
         assert shared(found, limits(), TWO)["old"].stop == ("o",)
         assert not shared(found, limits(), TWO).get("new", Grant()).start
-    # While one of its workers drains for the deploy, the other one stays.
+    # While one worker of the old revision drains for the deploy, the other worker stays.
     old = claim("old", draining("d", {"1": 100}), busy("o", {"0": 100}), function="f", need=need, load=2)
     assert not does(allocate([old, deploys(need=need)], limits(), TWO, NOW_S))
     # The deploy takes only as much of the memory as it needs.
@@ -463,7 +467,7 @@ def test_a_deploy_takes_nothing_from_another_functions_minimum() -> None:
 
 @dataclass(frozen=True)
 class Situation:
-    """A node as it may be found: its processes are within the memory of its GPUs."""
+    """A possible state of a node: its processes fit into the memory of its GPUs."""
 
     claims: tuple[RevisionClaim, ...]
     limits: Limits
@@ -493,7 +497,7 @@ def situations(draw: st.DrawFn, *, on_gpus: bool = True) -> Situation:
         )
         processes = tuple(draw(present(f"{number}.", gpus, need, held)))
         wants = {tier: draw(COUNTS) for tier in (OWNER, LOAD, AHEAD)}
-        # Each second revision may be the new one of its function.
+        # Every second revision may be the new one of its function, whose first worker a deploy checks.
         if number % 2 and draw(st.integers(0, 2)) == 0:
             wants[PROOF] = 1
         found.append(
@@ -530,7 +534,7 @@ def present(
         calls = draw(st.integers(0, 2)) if state in (READY, DRAINING) else 0
         held.append(holding)
         found.append(NodeProcess(f"{name}{number}", state, calls, NOW_S - draw(AGES), holding, full, keeps))
-    # A standby rehearses only where its worker will be.
+    # A standby rehearses only if it is certain which GPUs its worker will have.
     fitting = [] if need is None else candidates(gpus, need)
     room = {gpu.id: CONTEXT for gpu in fitting}
     if need is not None and len(room) == need.gpus and fit(gpus, [*held, room]) and draw(st.booleans()):
@@ -553,7 +557,7 @@ def asking(one: RevisionClaim, keep: int = 6, now_s: float = NOW_S) -> RevisionC
 
 
 def ended(one: RevisionClaim) -> RevisionClaim:
-    """Return a claim after the row has ended what is too many: parked workers first, then the longest idle."""
+    """Return a claim whose row has ended the workers beyond `held`: parked workers first, then the longest idle."""
     order = (STARTING, READY, PARKED)
     there = sorted(of(one, *order), key=lambda each: (order.index(each.state), -each.calls, -each.used_s))
     gone = {each.key for each in there[one.held :] if each.state is not STARTING}
@@ -566,7 +570,7 @@ def of(one: RevisionClaim, *states: ProcessState) -> list[NodeProcess]:
 
 
 def after(one: RevisionClaim, grant: Grant) -> RevisionClaim:
-    """Return a claim after its grant was applied, at the same time."""
+    """Return a claim after its grant was applied, without any time in between."""
     found = list[NodeProcess]()
     for process in one.processes:
         if process.key in grant.stop:
@@ -593,7 +597,7 @@ def applied(node: Situation, result: Allocation) -> Situation:
 
 
 def counted(found: Iterable[RevisionClaim], owner: str | None = None) -> int:
-    """Return how many workers of all owners or of one exist."""
+    """Return the number of workers of `owner`, or of all owners."""
     return sum(len(of(one, STARTING, READY, PARKED, DRAINING)) for one in found if owner in (None, one.owner))
 
 
@@ -614,7 +618,7 @@ def booked(found: Iterable[RevisionClaim]) -> Counter[str]:
 
 
 def check_limits(before: Situation, then: Situation) -> None:
-    """No start exceeds a limit, but for one worker of a deploy. No memory is exceeded."""
+    """Check that no start exceeds a limit, except for one worker of a deploy, and that no GPU's memory is exceeded."""
     scopes = [(owner, most) for owner, most in before.limits.owners.items()]
     for owner, most in [*scopes, *([(None, before.limits.node)] if before.limits.node is not None else [])]:
         had, has = counted(before.claims, owner), counted(then.claims, owner)
@@ -690,7 +694,7 @@ def test_nothing_is_displaced_while_everything_fits(node: Situation) -> None:
 
 
 def tier(one: RevisionClaim, number: int, process: NodeProcess | None = None) -> WorkerTier:
-    """Return what the worker with a number, from 1, is for."""
+    """Return the tier of a revision's worker. Its number counts from 1."""
     wanting = [each for each, count in one.wants.items() if count >= number]
     found = min(wanting, default=WorkerTier.KEEP)
     if (
@@ -728,7 +732,7 @@ def test_nobody_is_displaced_by_a_weaker_worker(node: Situation) -> None:
                 continue
             starts = bool(of(other, STARTING))
             for each, process, stays in standing(other, grants.get(other.key, Grant())):
-                # What starts cannot be stopped, however weak it is, and until then the busy workers beside it may stay.
+                # A starting worker cannot be stopped, however weak it is. Until it is ready, the busy workers beside it may stay.
                 waits = process is not None and process.calls > 0 and starts
                 if stays and not waits and (process is None or process.state is READY):
                     assert each <= min(gone)
@@ -745,7 +749,7 @@ def test_a_worker_of_the_minimum_goes_for_a_deploy_of_its_function_or_a_limit_al
         ]
         if not kept or (one.function in deployed and PROOF not in one.wants):
             continue
-        # Such workers, starting workers and the first worker of a deploy take up the whole limit.
+        # The worker had to go: workers of minimums, starting workers and first workers of deploys take up the whole limit.
         assert grant.limit is not None
         assert grant.limit.name in (NODE, OWNERS)
         of_limit = [other for other in node.claims if grant.limit.name == NODE or other.owner == one.owner]
@@ -777,16 +781,16 @@ class Served:
     start_s: float = 1.0
     call_s: float = 1.0
     callers: int = 0
-    """Callers that send the next call as soon as they have an answer."""
+    """The number of callers that send the next call as soon as they have an answer."""
     processes: dict[Hashable, NodeProcess] = field(default_factory=dict)
     queued: int = 0
     answered: int = 0
     waiting_since_s: float = math.inf
     first_since_s: float = math.inf
     lacks_since_s: float = math.inf
-    """The time since which callers wait, and no worker is awake or starts."""
+    """The time since which callers have waited while no worker was awake or starting."""
     firsts_s: list[float] = field(default_factory=list)
-    """When it was given a first worker."""
+    """The times at which the revision got a first worker."""
 
     def of(self, *states: ProcessState) -> list[NodeProcess]:
         return [one for one in self.processes.values() if one.state in states]
@@ -811,7 +815,7 @@ class Served:
 
 
 class World:
-    """A node on which starts, calls, parking and ends take time. Each event is followed by one allocation."""
+    """A node on which starts, calls, parking and ends take time. After the events of each moment, workers are allocated."""
 
     def __init__(self, revisions: Sequence[Served], most: Limits, gpus: Sequence[Gpu] = ()) -> None:
         self.revisions = {one.key: one for one in revisions}
@@ -953,7 +957,7 @@ def test_over_time_all_callers_are_answered_and_the_node_comes_to_rest(
     assert sum(one.answered for one in node.revisions.values()) == calls
     assert node.again_s == math.inf
     assert all(len(one.processes) == one.least for one in node.revisions.values())
-    # Each revision that is served before has one turn: its ten seconds, its calls and the start of the next revision.
+    # Each revision that is served earlier has one turn: ten seconds, the end of its calls, and the start of the next revision.
     slowest_s = max(one.start_s + one.call_s for one in node.revisions.values())
     assert node.longest_wait_s <= (len(keys) - 1) * (PATIENCE_S + slowest_s + 2 * END_S)
 
@@ -976,7 +980,7 @@ def test_busy_functions_take_turns_and_each_place_rotates_at_most_once_in_ten_se
     node.run(NOW_S + 100.0)
     slowest_s = PATIENCE_S + max(call_s + start_s for call_s, start_s, _ in busy_ones) + 2 * END_S
     assert node.longest_wait_s <= slowest_s * -(-len(found) // places)
-    # A function keeps its first worker for ten seconds.
+    # A function keeps its first worker for at least ten seconds, so there are few first workers.
     firsts = sum(len(one.firsts_s) for one in found)
     assert firsts <= places * (100.0 / PATIENCE_S + 1)
     if len(found) <= places:

@@ -1,4 +1,4 @@
-"""The desired state of a revision: its promises, for every spec and every state."""
+"""The desired state of a revision: its properties for every spec and every state."""
 
 import math
 from dataclasses import replace
@@ -94,7 +94,7 @@ def states(draw: st.DrawFn) -> Seen:
 
 
 def carried_out(seen: Seen, decision: Decision) -> Seen:
-    """The state once the pool has carried the decision out. Workers that wake get work."""
+    """Return the state after the pool has carried the decision out. Workers that wake get work."""
     woken = min(decision.start, seen.parked)
     stopping = max(0, decision.stop - seen.parked)
     parked = seen.parked_since_s[decision.stop : seen.parked - woken]
@@ -231,7 +231,8 @@ def test_none_starts_for_what_has_ended_before_it_is_awake(
     start = decide(spec, seen, NOW_S).start
     if queued * each_s <= (ready + starting) * wake_s:
         assert not start
-    # The remaining work keeps each worker busy for a start's time, and no caller waits longer than that.
+    # With one worker fewer, the remaining work would take longer than a start, and longer than TARGET_S. With all of them
+    # it takes no longer than one of the two, unless more workers are not allowed or would have no call.
     if start and ready + starting:
         left_s = queued * each_s - (ready + starting) * wake_s
         have = ready + starting + start
@@ -265,7 +266,7 @@ def test_a_sufficient_queue_needs_no_further_worker(
 ) -> None:
     load = Load(queued * each_s, wake_s, starting * wake_s / 2, stuck=0.0, lasting=lasting, each_s=each_s)
     seen = Seen(queued, in_flight=in_flight, starting=starting, ready=ready, load=load)
-    # The owner's minimum is no part of the load.
+    # Leave out the owner's minimum, which is no part of the load.
     spec = replace(spec, min=0)
     if (most := sufficient_queue(spec, seen)) < 0:
         return
@@ -284,7 +285,7 @@ def test_each_call_that_waits_needs_a_look_if_workers_are_stuck_missing_or_unpre
     assert sufficient_queue(spec, replace(seen, load=load._replace(stuck=1.0))) == -1
     assert sufficient_queue(spec, replace(seen, load=load._replace(lasting=3.0))) == -1
     assert sufficient_queue(spec, replace(seen, ready=0)) == -1
-    # A long call: already the first one that waits needs another worker.
+    # If calls take long, even the first call that waits needs another worker.
     assert sufficient_queue(spec, replace(seen, load=load._replace(each_s=8.0))) == 0
 
 
@@ -296,10 +297,10 @@ def test_a_worker_whose_call_does_not_end_does_not_count() -> None:
     assert decide(spec, stuck, NOW_S).start == 1
     # However many calls a worker takes at a time, a stuck worker runs no call that waits.
     assert decide(ScaleSpec(max=4, concurrency=42), stuck, NOW_S).start == 1
-    # The calls that wait may take long, too.
+    # The calls that wait may take long, too, so each of them gets a worker, up to STUCK_WEIGHT.
     assert decide(spec, replace(stuck, queued=2), NOW_S).start == 2
     assert decide(ScaleSpec(max=9), replace(stuck, queued=50), NOW_S).start == STUCK_WEIGHT
-    # Another worker is awake or starts, and the calls that wait are short.
+    # The calls that wait are short, so a second worker that is awake or starts is enough.
     assert decide(spec, replace(stuck, ready=2, in_flight=2), NOW_S).start == 0
     assert decide(spec, replace(stuck, starting=1), NOW_S).start == 0
 
@@ -384,7 +385,7 @@ def test_parked_workers_wake_before_others_start_and_stop_before_them(
     decision = decide(spec, seen, NOW_S)
     assert not (decision.start and (decision.stop or decision.park))
     after = carried_out(seen, decision)
-    # The wanted workers are awake, and not only held.
+    # Parked workers do not count: as many workers as are wanted are awake.
     assert after.awake >= wanted(spec, seen)
     assert after.ready >= 0
     assert decision.stop <= seen.ready + seen.parked
@@ -419,7 +420,7 @@ def test_a_buffer_that_the_last_moments_needed_is_not_parked_between_two_calls()
     assert decide(spec, seen, NOW_S)[:3] == (0, 0, 0)
 
 
-# -- what holds beside the load
+# -- proposals and caps beside the load
 
 
 def revision_states() -> st.SearchStrategy[RevisionState]:

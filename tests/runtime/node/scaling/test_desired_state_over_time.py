@@ -108,7 +108,7 @@ class Node:
         for _ in range(start):
             self.starting.append(self.now_s)
             self.at(self.now_s + self.wake_s, self._ready)
-        # Only idle workers are stopped here: a busy one would stop after its call.
+        # Stop only idle workers. Busy workers would stop after their calls, which this simulation leaves out.
         del self.idle[:stop]
         self._wake_at_s = row.again_s
 
@@ -165,7 +165,7 @@ class AnyLoad(RuleBasedStateMachine):
         if not hasattr(self, "node"):
             return
         node = self.node
-        # However slow one worker is, and then for as long as an idle worker may stay.
+        # Run until one worker alone could have answered all calls, and then for as long as an idle worker may stay.
         node.run_until(node.now_s + node.wake_s + self.called * node.exec_s + 1)
         assert node.answered == self.called
         node.run_until(node.now_s + node.spec.scale_to_zero_s + node.wake_s + 1)
@@ -182,7 +182,7 @@ def test_a_constant_load_settles(node: Node, callers: int) -> None:
     """Callers who send one request after the other: after some time, no worker starts and none stops."""
     node.on_answer = lambda: node.at(node.now_s, node.call)
     node.spec = replace(node.spec, scale_to_zero_s=60.0)
-    # Shorter calls would take the test too long.
+    # With shorter calls, the test would take too long.
     node.exec_s = max(node.exec_s, 0.1)
     for _ in range(callers):
         node.call()
@@ -190,7 +190,7 @@ def test_a_constant_load_settles(node: Node, callers: int) -> None:
     settled = (node.starts, node.stops)
     node.run_until(node.now_s + 100)
     assert (node.starts, node.stops) == settled
-    # Each has a worker, and there is room for a fifth more.
+    # Each caller has a worker, and at most a fifth of the workers are spare.
     assert min(callers, node.spec.max) <= node.workers <= math.ceil(callers / 0.8)
 
 
@@ -213,7 +213,7 @@ def test_a_burst_starts_at_most_one_more_than_it_needs(node: Node, calls: int) -
 def test_pauses_shorter_than_the_window_end_no_worker_that_is_needed_again(
     node: Node, pause_s: float, rounds: int
 ) -> None:
-    """The same burst again and again: workers start in the first ones only, and none ends between two of them."""
+    """The same burst comes again and again. Workers start only in the first bursts, and no worker ends between two bursts."""
     node.spec = ScaleSpec(max=node.spec.max, scale_to_zero_s=60.0)
     node.known = False
     size = node.spec.max

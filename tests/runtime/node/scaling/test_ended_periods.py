@@ -30,7 +30,7 @@ def test_a_period_is_learned_once_the_longest_wake_after_it_is_over() -> None:
     assert past.follows_until_s == 25.0
     assert learned(past, 24.9) == 0
     assert shared.prior == Prior()
-    # A history that is stored meanwhile has the period already.
+    # A history that is stored before then already has the period.
     assert past.learning(LADDER).history().periods == 1
     assert learned(past, 25.0) == 1
     assert past.history.idles == (10.0,)

@@ -48,7 +48,7 @@ def test_the_rate_is_the_longer_gaps_over_what_they_still_lasted(idles: list[flo
 
 @st.composite
 def nodes(draw: st.DrawFn) -> list[list[StepDown]]:
-    """The steps that some idle functions could take, each from its present rung down."""
+    """Return, for some idle functions, the steps down that each could take from its present rung."""
     figures = st.tuples(st.floats(0, 1e5), st.floats(1e-3, 100), st.floats(1, 1e9))
     return [
         [

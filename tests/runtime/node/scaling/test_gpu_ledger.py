@@ -1,4 +1,4 @@
-"""The ledger of GPU memory: random histories of a node, whose processes use what they have booked."""
+"""The ledger of GPU memory: random histories of a node whose processes use at most their booked memory."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_where_its_gpus_are_not_known_yet_a_standby_does_not_rehearse():
     two = [Gpu("0", 4096), Gpu("1", 4096)]
     assert GpuLedger[Booking](two).rehearsal_room(NEED) is None
     assert GpuLedger[Booking](two).rehearsal_room(GpuNeed(2, 3000)) is not None
-    # The other one is too small for its workers.
+    # The other GPU is too small for a worker, so the worker's GPU is known.
     assert GpuLedger[Booking]([Gpu("0", 4096), Gpu("1", 2048)]).rehearsal_room(NEED) is not None
 
 
 @dataclass(eq=False)
 class Process(Booking):
-    """A worker, parked worker or standby of the model, with what it really holds."""
+    """A worker, parked worker or standby of the model, with the memory that it really uses."""
 
     need: GpuNeed
     kind: str
@@ -57,7 +57,7 @@ class Process(Booking):
 
 
 class Node:
-    """A node whose processes do what they like within their bookings, in random order."""
+    """A node whose processes take and release memory at random, within their bookings."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
@@ -129,7 +129,7 @@ class Node:
         if one is None:
             return False
         one.kind = kind
-        # A process may keep all of its memory.
+        # A process may release all, a part or none of its memory.
         one.held = Counter({gpu: self.chance.randint(0, size) for gpu, size in one.held.items()})
         self.check()
         self.ledger.note_held(one, dict(one.held))
@@ -158,7 +158,7 @@ class Node:
         return True
 
     def give_room(self) -> bool:
-        """End processes until a worker has room, and start it there."""
+        """End processes until a new worker fits, and start this worker."""
         need = self.chance.choice(self.needs)
         bookings = self.chance.sample(self.ledger.bookings, len(self.ledger.bookings))
         while (room := self.ledger.plan(need, 1, (), None)) is None and bookings:
@@ -182,7 +182,7 @@ def play(seeds: range) -> Counter[str]:
 
 def test_booked_is_never_less_than_held_nor_more_than_there_is():
     done = play(range(1000))
-    # Each step really happens.
+    # Each kind of step must happen often enough to be tested.
     assert (
         min(
             done[name]

@@ -23,7 +23,7 @@ NO_PRIOR = Prior().cdf()
 
 
 def expected_bill(distribution: IdleDistribution, costs: Costs, plan: IdlePlan) -> float:
-    """The mean bill of `plan` for idle periods that follow `distribution`, each bin's in its middle."""
+    """Return the mean cost of `plan` for idle periods with this distribution. All periods of a bin end in its middle."""
     total = sum(distribution.masses)
     middles = [
         (distribution.edges[index] + distribution.edges[index + 1]) / 2
@@ -40,7 +40,7 @@ def test_a_prior_learns_less_of_those_it_knows_and_never_forgets_the_rest() -> N
     for known in range(100):
         prior = prior.learn(1.0, known)
     assert prior.cdf()(2.0) - prior.cdf()(0.9) > 0.4
-    # Half of it stays log-uniform.
+    # Half of the prior stays log-uniform.
     assert 1 - prior.cdf()(10.0) == pytest.approx((1 - even) / 2, rel=0.1)
     assert sum(prior.weights) < math.log(110 / 10) + 0.2
 
@@ -60,9 +60,9 @@ def test_all_samples_are_in_the_law(samples: list[float], ladder: object) -> Non
 def test_the_cheapest_plan_for_one_certain_time_rests_and_climbs_just_before_it() -> None:
     distribution = IdleDistribution((0.0, 1000.0, 1001.0, 2000.0), (0.0, 1.0, 0.0), (1, 1, 0, 0))
     strategy = cheapest(distribution, THREE.costs(), climbs=True, guarded=False)
-    # Rung by rung: READY is paid only once PARKED is reached.
+    # The plan climbs rung by rung, so that READY is paid only once PARKED is reached.
     assert strategy.plan() == (Step(0.0, 2), Step(990.0, 1), Step(998.0, 0), Step(1001.0, 2))
-    # Without steps up, waiting for it costs less on REMOTE than holding anything.
+    # If the plan may not climb, it costs less to let the call wait on REMOTE than to hold a higher rung.
     assert cheapest(distribution, THREE.costs(), climbs=False, guarded=False).plan() == (Step(0.0, 2),)
 
 
@@ -84,7 +84,7 @@ def test_a_plan_that_begins_later_is_the_rest_of_the_same_way() -> None:
     distribution = IdleDistribution((0.0, 1000.0, 1001.0, 2000.0), (0.0, 1.0, 0.0), (1, 1, 0, 0))
     strategy = cheapest(distribution, THREE.costs(), climbs=True, guarded=False)
     assert strategy.plan(400.0) == (Step(0.0, 2), Step(590.0, 1), Step(598.0, 0), Step(601.0, 2))
-    # There is no time left to climb: it stays up.
+    # There is no time left to step down and climb again, so the plan stays on READY.
     assert strategy.plan(995.0) == (Step(0.0, 0), Step(6.0, 2))
     assert strategy.plan(5000.0)[-1].rung == 2
 
@@ -124,7 +124,7 @@ def test_no_single_timeout_is_cheaper_than_the_cheapest_plan(samples: list[float
     for rung in range(len(costs.holds)):
         for edge in distribution.edges:
             plan = (Step(0.0, 0), Step(edge, rung)) if edge else (Step(0.0, rung),)
-            # The plan was chosen for arrivals anywhere in a bin, and is billed here for its middle: that is equal.
+            # The plan was chosen for arrivals anywhere in a bin. Billing the middle of the bin gives the same cost.
             assert best <= expected_bill(distribution, costs, plan) * (1 + 1e-6) + 1e-9
 
 
@@ -133,7 +133,7 @@ def test_it_does_not_step_down_just_after_the_longest_gap_between_bursts() -> No
     mean_s = 0.4 * costs.ski_rental[-1].offset_s
     gaps = [-mean_s * math.log((number + 0.5) / 16) for number in range(16)]
     plan = cheapest(distribution_of([0.1] * 200 + gaps, costs, NO_PRIOR), costs, climbs=False).plan()
-    # After a silence of several times the longest gap no call is believed in any more.
+    # After a silence of several times the longest gap, the plan no longer expects a call.
     assert max(gaps) * 1.2 < plan[-1].offset_s < max(gaps) * 4
 
 

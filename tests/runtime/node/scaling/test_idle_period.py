@@ -9,7 +9,7 @@ from pilotflame.runtime.node.scaling.idle_period import QUIET_S, Followers, Idle
 from pilotflame.runtime.node.scaling.ladder import Step
 
 PLAN = (Step(0.0, 0), Step(10.0, 1), Step(30.0, 2), Step(50.0, 0), Step(60.0, 2))
-# Requests, one after the other: the seconds without work before each, and for how long it runs.
+# Requests, one after the other: the seconds without work before the request, and the seconds for which it runs.
 requests = st.lists(st.tuples(st.floats(0, 20), st.floats(0, 20)), min_size=1, max_size=30)
 
 
@@ -24,7 +24,7 @@ def test_the_periods_are_the_gaps_that_are_longer_than_the_quiet(
         if end_s is not None and gap_s > QUIET_S + 1e-6:
             expected.append((gap_s, end_s - (end_s if woken_s is None else woken_s)))
             woken_s = arrival_s
-        # Like the revision: look at the end of a request, and again at the time that `quiet` has returned.
+        # Call `quiet` as the revision does: at the end of a request, and again at the time that `quiet` has returned.
         due_s = watch.quiet(now_s, now_s if workers_stay else None) if end_s is not None else None
         while due_s is not None and due_s < arrival_s:
             due_s = watch.quiet(due_s, end_s if workers_stay else None)
@@ -77,7 +77,8 @@ def test_before_its_time_a_plan_stands_on_its_first_rung() -> None:
 def test_followers_wait_for_the_rest_of_each_wake(delays_s: list[float], wakes: list[float]) -> None:
     wakes_s = [0.0, *sorted(wakes)]
     followers = Followers(100.0, wakes_s)
-    # The first arrival is a moment older than the look that it caused, and those of the last period are older still.
+    # The last two arrivals must not count as followers. 99.9 is the first arrival, a moment before the look that it caused, and
+    # 90.0 belongs to the last period.
     arrivals_s = [*(100.0 + delay_s for delay_s in delays_s), 99.9, 90.0]
     for wake_s, found in zip(wakes_s, followers.waits(wakes_s, arrivals_s), strict=True):
         waits_s = [max(0.0, wake_s - delay_s) for delay_s in (0.0, *delays_s)]

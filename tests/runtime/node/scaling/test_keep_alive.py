@@ -18,7 +18,7 @@ from pilotflame.runtime.node.scaling.route import clamped
 from .test_ladder import assert_orderly, ladders
 
 GB = 3e-6
-# An eighth of a device: READY, PARKED, ZYGOTE, LOCAL and REMOTE.
+# The rungs of a function that uses an eighth of a device: READY, PARKED, ZYGOTE, LOCAL and REMOTE.
 SLICE = Ladder(
     (Rung(1e-4, 0), Rung(3.5 * GB, 0.08), Rung(0.5 * GB, 2.2), Rung(4.5e-8, 7), Rung(0, 12)), wait_per_s=0.001
 )
@@ -42,7 +42,7 @@ def test_a_function_of_which_nothing_is_known_follows_the_ski_rental_schedule() 
 
 
 def assert_climbs_one_after_the_other(plan: IdlePlan, ladder: Ladder) -> None:
-    """Each step begins when the one before has ended, also where a step up takes longer than the stay after it."""
+    """Check that each step begins when the previous step has ended, even if a step up takes longer than the stay after it."""
     wakes, reached_s = [rung.wake_s for rung in ladder.rungs], 0.0
     for (_, before), (offset_s, rung) in pairwise(plan):
         assert offset_s >= reached_s
@@ -72,7 +72,7 @@ def test_every_plan_is_orderly_and_equal_inputs_give_equal_plans(
     assert_climbs_one_after_the_other(plan, ladder)
     assert plan == choose(taught(ladder, periods), ladder, since_s).plan
     assert history.periods == len(periods)
-    # The last step goes down, or nothing is cheaper to hold.
+    # The last step goes down, or to the rung that is the cheapest to hold.
     assert len(plan) == 1 or plan[-1].rung > plan[-2].rung or plan[-1].rung == len(ladder.rungs) - 1
 
 
@@ -105,7 +105,7 @@ def test_a_timer_is_prewarmed_just_before_it_fires() -> None:
     plan = choose(history, SLICE, 0.5).plan
     ready_s = next(step.offset_s for step in plan[1:] if step.rung == 0)
     assert 580 < ready_s < 605
-    # In between it rests, and half an hour later nothing warm is held any more.
+    # The plan rests on ZYGOTE or below before the prewarm, and again half an hour after it.
     assert max(step.rung for step in plan if step.offset_s < 500) >= 2
     assert [step.rung for step in plan if step.offset_s < 2400][-1] >= 2
 
@@ -133,7 +133,7 @@ def risk_of(plan: IdlePlan, steady: IdlePlan, costs: Costs) -> float:
 
 
 def test_a_prewarm_that_risks_too_much_rests_on_a_higher_rung() -> None:
-    """A timer of 60 s on a CPU: a call out of turn that waits for LOCAL costs more than a hundred rounds save."""
+    """With a timer of 60 s on a CPU, one unexpected call that waits for LOCAL costs more than a hundred rounds save."""
     ladder = Ladder((Rung(0.45 * GB, 0), Rung(0.1 * GB, 0.03), Rung(3e-9, 5.8)), wait_per_s=0.001)
     rnd = random.Random(1)
     history = taught(ladder, [(60 * rnd.gauss(1, 0.005), 0.2) for _ in range(40)])
@@ -176,7 +176,8 @@ def test_a_call_within_a_burst_begins_no_wake_of_its_own() -> None:
     policy = Learned(ladder)
     run(Replay(bursts, 0.2, ladder, policy))
     waited_s = sum(12.0 - 0.3 * call for call in range(40))
-    # The first burst begins with no idle period, so its rest is a wake; and a wake time alone counts as a first sample.
+    # The learned waits may be shorter: the first burst follows no idle period, so only the rest of it counts as a wake, and
+    # the wake time alone counts as a first sample.
     assert policy.history.costs(ladder).penalties[1] > 0.9 * 0.01 * waited_s
 
 
@@ -209,7 +210,7 @@ def test_the_node_s_prior_helps_a_function_that_is_new() -> None:
 
 
 def test_a_replay_waits_for_the_rung_and_so_do_those_that_come_meanwhile() -> None:
-    # READY ends 10 s after the first call; the second comes in REMOTE, the third 2 s later, the last during service.
+    # READY ends 10 s after the first call. The second call finds REMOTE, the third comes 2 s later, the last during service.
     ladder = Ladder((Rung(1.0, 0.0), Rung(0.0, 5.0)), 1.0)
     plan = (Step(0.0, 0), Step(10.0, 1))
     result = run(Replay([0.0, 100.0, 102.0, 105.5], 1.0, ladder, Fixed(plan)))

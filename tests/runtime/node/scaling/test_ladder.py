@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.node.scaling.ladder import Costs, IdlePlan, Ladder, Rung, Step
 
-# READY 1 a second, 10 a second of waiting; PARKED half of that and 2 s; REMOTE free and 10 s.
+# A second costs 1 on READY, 0.5 on PARKED, nothing on REMOTE, and 10 for a caller that waits. PARKED wakes in 2 s, REMOTE in
+# 10 s.
 THREE = Ladder((Rung(1.0, 0.0), Rung(0.5, 2.0), Rung(0.0, 10.0)), wait_per_s=10.0)
 
 
 @st.composite
 def ladders(draw: st.DrawFn) -> Ladder:
-    """Ladders whose holding costs descend and whose wake times ascend."""
+    """Draw a ladder whose holding costs descend and whose wake times ascend."""
     count = draw(st.integers(2, 6))
     holds = sorted(draw(st.lists(st.floats(1e-9, 1.0), min_size=count, max_size=count)), reverse=True)
     wakes = sorted(draw(st.lists(st.floats(0.0, 100.0), min_size=count - 1, max_size=count - 1)))
@@ -36,7 +37,7 @@ def test_wake_times_that_do_not_ascend_from_zero_are_refused() -> None:
 
 
 def test_the_ski_rental_schedule_steps_down_where_the_lower_rung_has_become_cheaper() -> None:
-    # An arrival on PARKED costs 2 s of waiting at 10 and of READY at 1, which is 22; on REMOTE 110.
+    # An arrival on PARKED costs 2 s of waiting at 10 and 2 s of READY at 1, which is 22. An arrival on REMOTE costs 110.
     assert THREE.costs().penalties == (0.0, 22.0, 110.0)
     assert THREE.costs().ski_rental == (Step(0.0, 0), Step(44.0, 1), Step(176.0, 2))
 
@@ -71,7 +72,7 @@ def test_the_ski_rental_schedule_only_goes_down(ladder: Ladder, idle_s: float) -
 def test_a_bill_is_what_was_held_and_the_penalty_of_the_rung() -> None:
     costs = THREE.costs()
     plan = (Step(0.0, 0), Step(4.0, 1), Step(10.0, 2))
-    # An arrival at the very moment of a step comes before it.
+    # An arrival at the very moment of a step counts as before the step.
     bills = [costs.bill(plan, idle_s) for idle_s in (0.0, 4.0, 6.0, 10.0, 1000.0)]
     assert bills == [0.0, 4.0, 4 + 1 + 22, 4 + 3 + 22, 4 + 3 + 110]
 

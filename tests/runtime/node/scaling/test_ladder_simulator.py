@@ -53,7 +53,7 @@ def test_arrivals_during_a_wake_wait_for_the_rest_of_it() -> None:
     assert found.waits == [pytest.approx(one) for one in (5.0, 2.0, 0.05)]
     assert (found.requests, found.woken, found.felt) == (5, 1, 2)
     assert found.waited_s == pytest.approx(7.05)
-    # Ready from 0 to 60.2 without the first call, in the wake, and from 105.2 to the last call.
+    # READY lasts from 0 to 60.2 s without the first call, for the 5 s of the wake, and from 105.2 s to the last call.
     assert found.rung_s == [pytest.approx(one) for one in (60 + 5 + 0.8, 0.0, 100 - 60.2)]
     assert found.busy_s == pytest.approx(3 * SERVICE_S)
     assert found.bill(2.0) == pytest.approx(found.held + 2 * found.waited_s)

@@ -43,7 +43,7 @@ def test_the_price_of_waiting_follows_from_the_slow_requests_only_with_a_target(
     price = targeted.prices.waiting_s
     assert price > PRICES.waiting_s
     assert targeted.ladder.wait_per_s == price
-    # Requests that were counted before count no more.
+    # Requests that were counted once do not count again.
     targeted.count_slow((2, 2))
     assert targeted.prices.waiting_s == price
     targeted.count_slow((2, 102))

@@ -1,4 +1,4 @@
-"""Where workers go on the GPUs of a node, and which workers make room: by hand, and held to its rules on random nodes."""
+"""Where workers go on the GPUs of a node, and which workers make room: examples, and rules for random nodes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NEEDS = st.builds(GpuNeed, st.integers(1, 3), st.none() | SIZES)
 
 @st.composite
 def nodes(draw: st.DrawFn) -> tuple[list[Gpu], list[MemoryByGpu]]:
-    """Return a node on which everything has been placed by `place`."""
+    """Draw the GPUs of a node, and the memory that `place` has given to some workers."""
     gpus, held = draw(GPUS), list[MemoryByGpu]()
     for need in draw(st.lists(NEEDS, max_size=8)):
         if (found := place(gpus, held, need)) is not None:

@@ -23,7 +23,7 @@ def test_the_mean_of_what_runs(steps: list[tuple[int, int]], quiet: int) -> None
             runs.append(running)
             lasting = load.note(now_s, in_flight_s, 0, 0, 0)
     true = sum(runs[-round(LASTING_S / TICK_S) :]) * TICK_S / LASTING_S
-    # The beginning of the window is known to one mark.
+    # The beginning of the window is known only to the precision of one mark.
     assert lasting == pytest.approx(true, abs=9 / MARKS + 0.1)
 
 

@@ -24,5 +24,5 @@ def test_the_largest_of_the_window_and_when_it_ends(
     inside = [(at_s, workers) for at_s, workers in noted if workers and at_s + window_s > now_s]
     peak, until_s = recent.peak(now_s, window_s)
     assert peak == max((workers for _, workers in inside), default=0)
-    # Without any, nothing ends later.
+    # If the window has no workers, there is no later end.
     assert until_s == max((at_s + window_s for at_s, workers in inside if workers == peak), default=math.inf)

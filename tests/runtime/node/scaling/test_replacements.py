@@ -1,4 +1,4 @@
-"""Callers wait for old workers of their function where both do not fit, and not longer than `drain_s`."""
+"""If old and new workers of a function do not fit together, callers wait for the old workers, but at most for `drain_s`."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ def test_callers_wait_until_drain_s_and_then_the_old_worker_ends() -> None:
     assert (ended(waits), waits.again_s) == ([], NOW_S + 1.0)
     late = claim("new", waits_s=30.0, wants=1)
     assert ended(allocated([old, late])) == ["busy"]
-    # Once its calls have ended, its place is about to be free.
+    # A worker whose calls have ended leaves by itself, so no worker is ended for the callers.
     assert ended(allocated([claim("old", draining("busy", 0), retiring=True), late])) == []
 
 
 @pytest.mark.parametrize(
     ("others", "most"),
     [
-        # Its own callers have no use of its place: they may have no other worker.
+        # The end of the old worker would not help: the function's new worker alone reaches the limit.
         ([claim("new", ready("has", 1), waits_s=60.0, wants=2)], 1),
-        # Another function waits, as it waits for all busy workers.
+        # Callers of another function wait for the old worker, as for all busy workers.
         ([claim("new", waits_s=60.0, wants=1, function="g")], 1),
-        # A deploy waits, and no caller does.
+        # Only a deploy waits, and no caller.
         ([claim("new", ready("has")), claim("next", waits_s=60.0, tier=WorkerTier.PROOF, wants=1)], 1),
-        # Nothing was replaced.
+        # The draining worker belongs to the live revision, so nothing was replaced.
         ([claim("live", draining("left"), waits_s=60.0, wants=1)], 1),
-        # There is room.
+        # The limit permits another worker.
         ([claim("new", waits_s=60.0, wants=1)], 2),
     ],
     ids=["no gain", "other function", "deploy", "not replaced", "room"],
@@ -125,7 +125,7 @@ def test_whatever_runs_only_old_workers_with_calls_end_and_only_for_who_has_wait
         assert process.calls
         waiting = [each for each in claims if each.function == one.function and not each.retiring]
         assert any(NOW_S - each.waiting_since_s >= DRAIN_S for each in waiting)
-    # After the calls of those have ended, no other worker ends in their place.
+    # Once the ended workers have no calls, no other worker ends in their place.
     done = set(ended(found))
     after = [
         one._replace(

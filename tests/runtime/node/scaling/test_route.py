@@ -14,7 +14,7 @@ WAKES = THREE.costs().wakes
 
 @st.composite
 def routes(draw: st.DrawFn, ladder: Ladder, *, climbs: bool) -> IdlePlan:
-    """Plans that a strategy could make."""
+    """Draw a plan that a strategy could make."""
     rungs = draw(st.lists(st.integers(0, len(ladder.rungs) - 1), min_size=1, max_size=6))
     if not climbs:
         rungs.sort()
@@ -34,7 +34,7 @@ def test_a_clamped_plan_climbs_later_because_its_climb_is_shorter() -> None:
     bold = (Step(0.0, 2), Step(50.0, 1), Step(58.0, 0), Step(70.0, 2))
     steady = (Step(0.0, 0), Step(44.0, 1), Step(176.0, 2))
     assert clamped(bold, steady, 2, WAKES) == bold
-    # READY is reached after 60 s in both. PARKED ends when the steady plan leaves it.
+    # Both plans reach READY after 60 s. The clamped plan leaves PARKED when the steady plan leaves it.
     assert clamped(bold, steady, 1, WAKES) == (Step(0.0, 1), Step(58.0, 0), Step(70.0, 1), Step(176.0, 2))
     assert clamped(bold, steady, 0, WAKES) == (
         Step(0.0, 0), Step(44.0, 1), Step(58.0, 0), Step(70.0, 1), Step(176.0, 2),
@@ -47,7 +47,7 @@ def test_a_climb_goes_rung_by_rung_so_that_the_upper_one_is_paid_last() -> None:
     route.reach(2, 130.0)
     assert route.plan() == (Step(0.0, 2), Step(90.0, 1), Step(98.0, 0), Step(130.0, 2))
     costs = THREE.costs()
-    # READY is reached at the same time as by one step, for less money.
+    # Climbing rung by rung reaches READY at the same time as one step, and costs less.
     at_once = (Step(0.0, 2), Step(90.0, 0), Step(130.0, 2))
     assert costs.bill(route.plan(), 100.0) == 8 * 0.5 + 2
     assert costs.bill(at_once, 100.0) == 10

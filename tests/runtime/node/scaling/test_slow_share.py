@@ -1,4 +1,4 @@
-"""The price that follows from a share of slow requests: its bounds, its direction, and that the share comes true."""
+"""The price that follows from a share of slow requests: its bounds, its direction, and that the share is reached."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_price_rises_just_where_more_is_slow_than_allowed(
 def test_the_share_comes_true_where_a_higher_price_makes_fewer_requests_slow(
     seed: int, target: float, scale: float, slope: float, most: int
 ) -> None:
-    """A worker waits for longer the higher the price is, by a law that the controller does not know."""
+    """The higher the price is, the longer a worker stays idle. The controller does not know the formula."""
     chance, state, slow, requests = random.Random(seed), SlowShare(), 0, 0
     for number in range(1500):
         timeout_s = scale * (state.price(0.001) / 0.001) ** slope

@@ -77,7 +77,7 @@ def test_the_highest_rank_is_the_cause_of_a_worker_that_several_proposals_want()
     ahead, load = Proposal(Rank.AHEAD, "warmup", 3), Proposal(Rank.LOAD, "load", 2)
     row = combine([ahead, load], [], seen := Seen(2, 0, starting=0, ready=0))
     assert [(one.cause, count) for one, count in row.causes(seen, 3)] == [("load", 2), ("warmup", 1)]
-    # If fewer may start, what calls need comes first.
+    # If only one worker may start, it starts for the calls.
     assert [(one.cause, count) for one, count in row.causes(seen, 1)] == [("load", 1)]
 
 

@@ -70,7 +70,7 @@ def test_calls_that_come_at_any_time_are_waited_for_only_if_that_is_cheap(seed: 
         upstreams.note(name, at_s)
         if name == "a":
             windows.append(window_of(upstreams, "a", "b", ClimbCost(1e-3, 2e-3, 2.0)))
-    # A minute of holding costs thirty times what a call that waits does.
+    # Holding a worker for a minute costs thirty times as much as a call that waits.
     assert not any(window is not None and window.until_s > 10 for window in windows)
 
 
@@ -89,7 +89,7 @@ def test_a_window_is_worth_what_it_costs(delays_s: list[float], hold: float, sav
     if window is not None:
         assert 0 <= window.from_s < window.until_s <= HORIZON_S * 1.25
         assert 0 < window.probability <= 1
-        # Cheaper to hold, or more to save: it still pays.
+        # A window that pays still pays if holding costs less, or if a prewarm saves more.
         assert delays.best_window(ClimbCost(hold / 2, saved, wake_s)) is not None
         assert delays.best_window(ClimbCost(hold, saved * 2, wake_s)) is not None
     elif delays.known:
@@ -102,7 +102,7 @@ def test_functions_that_are_called_in_any_order_start_no_workers_of_each_other(
     seed: int, functions: int, pause_s: float
 ) -> None:
     chance, upstreams, windows, calls, now_s = random.Random(seed), Upstreams(), 0, 40 * functions, 0.0
-    # To wait costs nearly nothing.
+    # Holding a worker costs nearly nothing, so only the missing relation prevents windows.
     cost = ClimbCost(1e-9, 2e-3, 0.005)
     for _ in range(calls):
         now_s += chance.expovariate(1 / pause_s)
@@ -123,7 +123,7 @@ def test_bounds_without_hits_hold_no_memory() -> None:
 
 
 def test_no_window_is_opened_for_calls_that_the_plan_meets_ready_anyway():
-    """The head of a chain of functions follows the chain's end, and its own timer prewarms it."""
+    """The first function of a chain is called after the last one, but its own timer prewarms it anyway."""
     delays = Delays()
     for _ in range(20):
         delays.note_hit(20.0)
@@ -131,7 +131,7 @@ def test_no_window_is_opened_for_calls_that_the_plan_meets_ready_anyway():
     wakes = (0.0, 2.0)
     ready = (Step(0.0, 1), Step(12.0, 0), Step(45.0, 1))
     assert delays.best_window(COST, ready_shares(ready, wakes, 0.0)) is None
-    # The prewarm has passed, or it comes too late.
+    # The window pays if the prewarm of the plan has passed, or comes too late.
     assert delays.best_window(COST, ready_shares(ready, wakes, 40.0)) is not None
     assert delays.best_window(COST, ready_shares((Step(0.0, 1), Step(60.0, 0)), wakes, 0.0)) is not None
 
