@@ -15,7 +15,7 @@ sys.path.append(str(INFRA))
 import audit  # noqa: E402
 
 FOUND = {"id": "PYSEC-1", "aliases": ["CVE-1"], "fix_versions": ["2.0"], "description": ""}
-# OSV answers. PyPI's mirror knows no vulnerabilities, as those that have only the files.
+# OSV reports vulnerabilities. PyPI reports none, as a mirror of PyPI does that has only the files.
 ANSWERS = """\
 import json, sys
 

@@ -75,7 +75,7 @@ class Stack:
         return podman("exec", *given, self.container("gateway"), *command)
 
     def query(self, query: str) -> list[dict[str, Any]]:
-        """Return what Prometheus answers."""
+        """Return the result of a query to Prometheus."""
         url = f"http://prometheus:9090/api/v1/query?query={quote(query)}"
         return list(json.loads(self.execute("python", "-c", GET, url))["data"]["result"])
 

@@ -32,7 +32,7 @@ def pins(file: Path) -> dict[str, str]:
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Install into tmp_path/target, with a folder of wheels that only pip's configuration names.
 
-    The wheels are `lamp`, which has no hash, and another `iniconfig` than constraints.txt means.
+    The wheels are `lamp`, which has no hash in hashes.txt, and an `iniconfig` whose content differs from its hash there.
     """
     (tmp_path / "wheels").mkdir()
     write_wheel(tmp_path / "wheels", "lamp", "1.0", "def main(): ...")
@@ -70,7 +70,7 @@ def test_each_version_but_torchs_has_hashes() -> None:
     expected = pins(CONSTRAINTS)
     del expected["torch"]
     assert pins(install.HASHES) == expected, "run `make hashes`"
-    # A requirement with hashes continues on the next line.
+    # Each requirement must continue on the next line, which has its hashes.
     assert [line for line in install.HASHES.read_text().splitlines() if re.search(r"==[^\\]*$", line)] == []
 
 

@@ -1,4 +1,4 @@
-"""The manifests in infra/: right as they are, wrong with any field misspelt, and about metrics that exist."""
+"""The manifests in infra/: the checks accept them and find any misspelt field, and the metrics that they name exist."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ import observability  # noqa: E402
 PROMTOOL_ALONE = re.compile(r"compose/prometheus\.yml|prometheus/rules_test\.yaml")
 NAMES = [str(path.relative_to(INFRA)) for path in check.manifests()]
 SCHEMA_CONTENTS = functools.cache(kubernetes_validate.utils.schema_contents)
-# Below these keys, and directly in these files' top level, people choose the names.
+# People choose the names directly below these keys, so no schema knows a misspelt name there.
 FREE = {
     "labels", "annotations", "matchLabels", "pairs", "limits", "requests", "environment", "args", "services", "volumes",
     "exp_labels", "exp_annotations", "selector", "ulimits", "configs",
@@ -36,13 +36,13 @@ FREE = {
 
 @pytest.fixture(autouse=True)
 def _schemas_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The package reads 2 MB of JSON for each object that it checks.
+    # Cache the schemas, because the package reads 2 MB of JSON for each object that it checks.
     monkeypatch.setattr(kubernetes_validate.utils, "schema_contents", SCHEMA_CONTENTS)
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of infra/ whose files a test may change."""
+    """Return the folder of a copy of the manifests. A test may change the copy."""
     for name in NAMES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(INFRA / name, tmp_path / name)
@@ -91,11 +91,11 @@ def test_any_misspelt_field_is_found(copy: Path, name: str) -> None:
     tried = set()
     for place, document in enumerate(documents):
         for path in keys(document):
-            # One place of each name will do: a check takes 10 to 100 ms.
+            # Misspell each name only once, because a check takes 10 to 100 ms.
             if path[-1] in tried:
                 continue
             changed = [*documents[:place], misspelt(document, path), *documents[place + 1 :]]
-            # JSON is YAML.
+            # Write JSON, which is also YAML.
             (copy / name).write_text("\n---\n".join(map(json.dumps, changed)))
             assert next(check.problems(copy / name), None), path
             tried.add(path[-1])
@@ -134,7 +134,7 @@ def test_any_misspelt_instruction_of_the_containerfile_is_found(copy: Path) -> N
         ("kubernetes/overlays/gpu/kustomization.yaml", "limits/memory", "limit/memory"),
         ("kubernetes/overlays/gpu/kustomization.yaml", "spec/tolerations", "spec/toleration"),
         ("kubernetes/overlays/gpu/kustomization.yaml", "name: pilotflame\n", "name: pilotlight\n"),
-        # Kubernetes has it since 1.29.
+        # Kubernetes has `sleep` since 1.29, and the manifests are also for 1.28.
         (
             "kubernetes/base/statefulset.yaml",
             'exec:\n                command: [sleep, "5"]',
@@ -187,7 +187,7 @@ def handler(event):
 
 
 def named_metrics() -> dict[str, set[str]]:
-    """The metrics that rules, the dashboard and KEDA name, with the labels that they must have."""
+    """Return the metrics that rules, the dashboard and KEDA name, with the labels that they must have."""
     queries: list[tuple[str, str]] = []
     for group in yaml.safe_load((INFRA / "prometheus/rules.yaml").read_text())["groups"]:
         queries += [(rule["expr"], " ".join(rule["annotations"].values())) for rule in group["rules"]]
@@ -210,7 +210,7 @@ WITHOUT_SAMPLES = {
 
 
 async def after_traffic() -> list[Metric]:
-    """What /metrics says after calls, a refusal, the death of a worker, and a job whose webhook fails."""
+    """Return the metrics of a gateway after calls, a refusal, the death of a worker, and a job whose webhook fails."""
     with short_folder() as folder:
         async with gateway_here(folder / "state", webhook_networks=("127.0.0.0/8",)) as gateway:
             function = await gateway.deploy(HANDLER)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not here: apt-ge
 
 @contextlib.asynccontextmanager
 async def proxied(gateway: Gateway, folder: Path) -> AsyncIterator[str]:
-    """Run nginx with the block, and yield the path of its socket."""
+    """Run nginx with the block in docs/operations.md, and yield the path of its socket."""
     text = (ROOT / "docs/operations.md").read_text()
     map_block, location = re.findall(r"(?ms)^(map \S+ .*?\})[^\n]*\n(location / \{.*?^\})$", text)[0]
     served = location.replace("http://127.0.0.1:8600", gateway.url)
@@ -70,7 +70,7 @@ async def nginx(block: str, folder: Path) -> AsyncIterator[str]:
 async def test_calls_and_websockets_pass(state: Path) -> None:
     folder = state.with_name("nginx")
     folder.mkdir()
-    # nginx that root has started runs its workers as another user.
+    # Open the folders to all users, because the workers of an nginx that root has started run as another user.
     folder.parent.chmod(0o755)
     folder.chmod(0o777)
     async with gateway_here(state) as gateway:

@@ -23,7 +23,7 @@ def module_monkeypatch() -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture(scope="module")
 def pages(module_monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    # The script imports another one beside it.
+    # pages.py imports another script in its folder.
     module_monkeypatch.syspath_prepend(str(ROOT / "infra"))
     spec = importlib.util.spec_from_file_location("pages", ROOT / "infra" / "pages.py")
     assert spec is not None
@@ -49,7 +49,7 @@ def test_the_index_names_every_page_once() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     return {
         re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         for heading in _HEADING.findall(page.read_text())

@@ -38,7 +38,7 @@ def guarded(tree: ast.Module) -> set[str]:
 
 
 def faults(source: str, names: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Yield what the code uses that a version of torch does not have: names, and parameters of calls."""
+    """Yield the names and calls in the code that a version of torch does not support."""
     tree = ast.parse(source)
     allowed = guarded(tree)
     for node in ast.walk(tree):
@@ -55,7 +55,7 @@ def faults(source: str, names: dict[str, dict[str, str]]) -> Iterator[str]:
 def takes(parameters: str, call: ast.Call) -> bool:
     """Return True if a function with these parameters accepts this call."""
     made: dict[str, Any] = {}
-    # Its defaults may be names of torch's modules, which do not matter here.
+    # Replace all defaults by None, because they may be names of torch's modules.
     tree = ast.parse(f"def function{parameters}: pass").body[0]
     assert isinstance(tree, ast.FunctionDef)
     tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]

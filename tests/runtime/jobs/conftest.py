@@ -38,7 +38,7 @@ async def open_store(
 
 @pytest.fixture
 def make_store(open_store: Callable[..., tuple[SqliteJobStore, Database]]) -> MakeStore:
-    """Like a gateway that was killed, the earlier stores stay open."""
+    """Return a function that opens another store on the same file. Earlier stores stay open, as if their gateway was killed."""
 
     async def make() -> SqliteJobStore:
         return open_store()[0]

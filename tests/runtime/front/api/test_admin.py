@@ -308,7 +308,7 @@ def handler(event, context):
     assert said["in setup"] == said["in handler"] == said["native"] == said["in teardown"] == worker
     assert said["without end of line"] == said["logged"] == worker
     levels = {(line["text"], line["level"]): line["request_id"] for line in await function.lines()}
-    # Output of C code belongs to the invocation only if it was recorded.
+    # Output of C code has a request id only if the output of the invocation is captured, as that of a job.
     assert levels["in setup", "info"] == levels["native", "info"] == ""
     assert levels["in handler", "info"] == levels["logged", "warning"] == "id-1"
 

@@ -23,13 +23,13 @@ REQUESTS = 250
 SOURCE = "def handler(event):\n    print('MARK')\n    return 'MARK'\n"
 ENDLESS_S = 0.3
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD")
-# What a caller may fill in without knowing anything of another tenant.
+# Values that a caller can guess without knowing anything of another tenant.
 GUESSES = ("1", "x", "true", "0", "-1", "2020-01-01", "echo", "%2e%2e", "*")
 
 
 @dataclass
 class Tenant:
-    """A key of its own, a function of its own, and what belongs to them."""
+    """A tenant with its own key and function, and the names and ids that belong to them."""
 
     name: str
     mark: str
@@ -134,7 +134,7 @@ async def answer_of(client: httpx.AsyncClient, request: httpx.Request) -> tuple[
 @pytest.mark.parametrize("seed", range(12))
 async def test_requests_about_others_tell_change_and_count_nothing(house: House, seed: int) -> None:
     chance = random.Random(seed)
-    # A request without the name of a function may call the attacker's own.
+    # No attacker is a victim, because a request without the name of a function may call the attacker's own function.
     shuffled = chance.sample(house.tenants, TENANTS)
     attackers, victims = shuffled[:2], shuffled[2:]
     before = {tenant.name: await house.state_of(tenant) for tenant in victims}
@@ -163,7 +163,7 @@ async def test_requests_about_others_tell_change_and_count_nothing(house: House,
 
 
 async def test_a_tenant_sees_its_own(house: House) -> None:
-    """Otherwise the test above would show nothing."""
+    """If a tenant did not see its own data, the test above would prove nothing."""
     tenant = house.tenants[0]
     async with httpx.AsyncClient(base_url=house.gateway.url, headers=tenant.headers) as client:
         found = await client.get(f"/v2/{tenant.known[0]}/status/{tenant.known[1]}")

@@ -24,7 +24,7 @@ def setup(context):
 def handler(event, context):
     return [*context.state, os.environ.get("TOKEN"), os.environ.get("OTHER")]
 """
-# The import starts a thread, so its workers cannot be forked and are spawned.
+# The import of this handler starts a thread, so its workers cannot be forked and are spawned.
 SPAWNED = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n" + TELLS
 
 
@@ -72,7 +72,7 @@ async def test_a_changed_secret_replaces_zygote_and_workers_and_loses_no_call(ga
 
     await until(changed, "an answer with the new secrets")
     assert number_of((await function.call()).headers["x-worker-id"]) > used
-    # The old worker still has its call, and with it its old environment.
+    # The old worker still runs its call, in the old environment.
     arrival.go()
     assert await waiting == [*[None] * 4, "plain"]
     await gone(zygote)
@@ -121,7 +121,7 @@ async def test_a_missing_variable_is_told_with_the_command_that_sets_it(gateway:
     function = await gateway.deploy(MISSING.format(""))
     error = await function.error()
     assert "`pilotflame secrets set FUNCTION TOKEN`" in error["remedy"]
-    # The key of another dict is no variable.
+    # A missing key of another dict is no missing variable, so the remedy does not name the command.
     function = await gateway.deploy("def handler(event):\n    return event['TOKEN']")
     assert "secrets set" not in str(await function.error({}))
 
@@ -136,8 +136,8 @@ async def test_a_later_function_of_the_same_name_does_not_get_them(gateway: Gate
 
 
 async def test_its_own_processes_alone_hold_a_secret_and_only_in_memory(state: Path):
-    """Checked in /proc: the environments, arguments and memory of all processes; and files, logs and an image's context."""
-    # In two parts, so that the text of this file is not found.
+    """Search in the arguments, environments and memory of all processes, in answers, in all files, and in an image's context."""
+    # Write the secret in two parts, so that the search does not find the text of this file.
     secret = "n0b0dy-" + "w1ll-f1nd"
     async with gateway_process(state) as gateway:
         await put(gateway, "mine", "TOKEN", secret)
@@ -154,7 +154,7 @@ async def test_its_own_processes_alone_hold_a_secret_and_only_in_memory(state: P
             assert secret.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
         own = [pid for role in ("worker", "zygote", "standby") for pid in await function.pids(role)]
         holders = {process.pid for process in processes if _holds(process.pid, secret.encode())}
-        # Without these hits, the search itself would not work.
+        # The search must find the secret in the function's own processes. Otherwise, the search itself does not work.
         assert len(own) == 3
         assert set(own) <= holders
         assert holders <= {*own, gateway.process.pid}
@@ -182,7 +182,7 @@ def _holds(pid: int, what: bytes) -> bool:
                 memory.seek(begin)
                 if what in memory.read(end - begin):
                     return True
-            # The mapping was removed, or is not readable.
+            # Skip a mapping that was removed or is not readable.
             except OSError:
                 continue
     return False
@@ -221,7 +221,7 @@ async def test_invalid_function_names_are_refused(gateway: Gateway):
 async def test_a_token_is_shown_once_and_a_key_can_be_revoked(state: Path):
     async with gateway_here(state) as gateway, gateway.at_home() as owner:
         order = {"name": "a", "functions": ["f"], "rate_per_s": 1.5}
-        # One request of a program on this machine would lock its owner out.
+        # The first key must have the scope admin. Otherwise, one request of any program on this machine would lock the owner out.
         error = failure(await gateway.client.post("/v1/keys", json=order))
         assert (error["status"], "keys create NAME --scope admin" in error["remedy"]) == (400, True)
         first = (await gateway.client.post("/v1/keys", json={"name": "first", "scopes": ["admin"]})).json()

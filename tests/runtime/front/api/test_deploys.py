@@ -141,14 +141,14 @@ async def test_an_upload_reuses_files_of_the_live_revision_of_its_own_function(
     files = list(file_digests(mine))
     found = (await client.post("/v1/functions/mine/lacking", json={"files": files})).json()
     assert found["lacking"] == ["handler.py"]
-    # It changes nothing, and a watching client asks again and again.
+    # The audit log leaves out `lacking`, which changes nothing and which a watching client calls again and again.
     async with gateway.at_home() as owner:
         assert "lacks" not in (await owner.get("/v1/logs/audit")).text
     kept, base = [file for file in files if file["path"] != "handler.py"], f"mine/{found['revision']}"
     response = await reuse(client, mine, kept, base)
     assert response.status_code == 201, response.text
     assert (await client.post("/invoke/mine")).json() == "xx"
-    # The base is the live revision alone, and of the same function.
+    # The base must be the live revision of the same function.
     for wrong, said in ((base, "not the live revision"), ("gone/r1-00000000", "not the live revision")):
         error = failure(await reuse(client, mine, kept, wrong))
         assert (error["status"], error["type"]) == (409, "base_changed")

@@ -23,7 +23,7 @@ async def test_a_burst_is_explained_with_its_queue_and_its_cold_starts(
     begun_at = time.time()
     calls = [asyncio.create_task(function.answer(number)) for number in range(5)]
     await gate.next()
-    # These calls start no worker, because the limit is reached. The history has them all the same.
+    # These calls start no worker, because scale.max is reached. The history must count them all the same.
     calls += [asyncio.create_task(function.answer(number)) for number in range(5, 8)]
     await function.settled(ready=1, queued=7, in_flight=1)
     gate.open()

@@ -84,7 +84,7 @@ def get(path: str, *headers: str, method: str = "GET") -> str:
 
 
 async def calls(function: Function) -> list[str]:
-    """Call the handler once more, and return the events of all its calls."""
+    """Call the handler once more, and return what all its calls have logged."""
     assert await function.answer("after") == "after"
     await function.logged("called 'after'")
     return [line["text"] for line in await function.lines() if line["text"].startswith("called")]
@@ -129,7 +129,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 async def test_a_malformed_request_is_refused(gateway: Gateway, name: str, caplog):
-    """One typed 400, and the connection is closed: the bytes after it are not parsed as a request."""
+    """The gateway answers one typed 400 and closes the connection. It does not parse the following bytes as a request."""
     async with wire(gateway) as connection:
         connection.send(MALFORMED[name], get("/readyz"))
         status, headers, body = await connection.reply()
@@ -216,7 +216,7 @@ async def test_continue_is_sent_before_the_body(gateway: Gateway, deploy):
 
 
 async def test_continue_is_not_sent_for_a_body_that_is_refused(gateway: Gateway, deploy, state):
-    """A client that asks first is spared the upload, by 413 and by 401."""
+    """The refusal comes instead of 100 Continue, so the client does not send the body."""
     function: Function = await deploy(ECHO, {"max_body_bytes": 1000})
     asked = ("Expect: 100-continue", "Content-Length: 2000")
     gzip_type = "Content-Type: application/gzip"
@@ -245,7 +245,7 @@ TYPES = {
 @pytest.mark.parametrize(
     ("request_", "code"),
     [
-        # Proxies send the absolute form.
+        # Targets in absolute form, as proxies send them.
         (get("http://elsewhere/healthz"), 200),
         (get("http://elsewhere/nowhere"), 404),
         (get("*", method="OPTIONS"), 404),
@@ -295,7 +295,7 @@ HEADERS = (
     "value", ["\xff\xfe", "\xb2", "\xe4\xb8\x80", "9" * 5000], ids=["bytes", "two", "one", "digits"]
 )
 async def test_headers_that_are_not_text(gateway: Gateway, deploy, value: str):
-    """For any header on any route there is a response, and none is a 500."""
+    """Each of these headers gets a response on each of these routes, with a status below 500."""
     function: Function = await deploy(ECHO)
     name = function.name
     for header in HEADERS:
@@ -358,7 +358,7 @@ async def test_unusual_bodies(gateway: Gateway, deploy, name: str):
     "encoding", ["Content-Length: 100", "Transfer-Encoding: chunked"], ids=["by-length", "in-chunks"]
 )
 async def test_a_body_that_breaks_off(gateway: Gateway, deploy, encoding: str):
-    """No handler is called with half of a body, and no task remains."""
+    """No handler is called with half of a body."""
     function: Function = await deploy(TELLS)
     for path in (function.path, f"/v2/{function.name}/run", "/cog/predictions", "/v1/functions", "/v1/keys"):
         async with wire(gateway) as connection:
@@ -393,13 +393,13 @@ async def test_every_route_with_a_body_has_a_time_limit(state, monkeypatch: pyte
 
 @pytest.mark.parametrize("asked", [0, 1], ids=["first-request", "kept-alive"])
 async def test_slow_headers_do_not_hold_connections(state, asked: int, monkeypatch: pytest.MonkeyPatch):
-    """200 connections send a byte of a header now and then; others are served meanwhile."""
+    """200 connections send a byte of a header now and then. Meanwhile, other clients are served."""
     monkeypatch.setattr("pilotflame.runtime.front.http.connection.HEADER_TIMEOUT_S", 0.3)
     async with gateway_here(state) as gateway:
         function = await gateway.deploy(ECHO)
 
         async def opened() -> Wire:
-            # One at a time, so that its first header arrives in time, however slow the machine is.
+            # Open one connection at a time, so that its first header arrives in time, however slow the machine is.
             connection = Wire(*await asyncio.open_connection(*gateway.address))
             for _ in range(asked):
                 connection.send(get("/healthz"))
@@ -423,7 +423,7 @@ async def test_slow_headers_do_not_hold_connections(state, asked: int, monkeypat
 
 
 LONG = [f"X-Long-{number}: {'x' * 8000}" for number in range(12)]
-"""A header of 96 KB."""
+"""Header lines of 96 KB in total."""
 
 
 @pytest.mark.parametrize("asked", [0, 1], ids=["first-request", "kept-alive"])
@@ -445,7 +445,7 @@ async def test_a_header_of_more_than_64_kib_is_refused(state, asked: int, path: 
 
 
 async def test_requests_behind_a_running_one_wait_at_their_client(state, gate: Gate):
-    """A client sends 17 MB of requests behind one that runs. The gateway reads them once it has answered."""
+    """A client sends 17 MB of requests while an earlier request runs. The gateway reads them only after its response."""
     async with gateway_here(state) as gateway:
         function = await gateway.deploy(
             "import gate\ndef handler(event):\n    gate.wait()\n    return event", gate=gate
@@ -473,7 +473,7 @@ async def test_requests_behind_a_running_one_wait_at_their_client(state, gate: G
 async def test_a_kept_connection_may_be_idle_for_longer_than_a_header(
     state, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ):
-    """The limit is for headers, neither for the time between requests nor for the time that a request takes."""
+    """The time limit is only for headers. It limits neither the pause between requests nor a running request."""
     monkeypatch.setattr("pilotflame.runtime.front.http.connection.HEADER_TIMEOUT_S", 0.05)
     async with gateway_here(state) as gateway:
         function = await gateway.deploy(
@@ -511,7 +511,7 @@ def cpu_s(gateway: Gateway) -> float:
 
 
 async def test_memory_is_bounded(state):
-    """The bound is the body limit per sending connection, whatever is declared, compressed or pipelined."""
+    """Memory grows at most by the body limit of each sending connection, even if the declared or the unpacked body is larger."""
     async with gateway_process(state) as gateway:
         function = await gateway.deploy(ECHO, {"max_body_bytes": MIB})
         assert await function.answer(1) == 1
@@ -552,10 +552,11 @@ PACKERS = {
 
 
 def bomb_of(coding: str, size: int) -> bytes:
-    """A short body that is `size` zeros when it is unpacked."""
+    """Return a short body that unpacks to `size` zeros."""
     packer, zeros = PACKERS[coding](), bytes(MIB)
     if coding in ("gzip", "deflate"):
-        # To pack all of it takes seconds. A part after a full flush may be repeated; the checksum at the end is then wrong.
+        # Packing all zeros would take seconds, so pack only two parts, and repeat the part after the full flush. The checksum at the
+        # end is wrong, but the gateway stops before the end.
         first, again = (packer.compress(zeros) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
         return first + again * (size // MIB - 1) + packer.flush()
     pack = packer.process if coding == "br" else packer.compress
@@ -565,7 +566,7 @@ def bomb_of(coding: str, size: int) -> bytes:
 
 @pytest.mark.parametrize("coding", PACKERS)
 async def test_a_packed_body_costs_no_more_than_the_limit_of_its_route(state, coding: str):
-    """A refused body is not unpacked at all, and an accepted one until it exceeds the limit."""
+    """A refused body is not unpacked at all. An accepted body is unpacked only until it exceeds the limit."""
     bomb = bomb_of(coding, BOMB_BYTES)
     async with gateway_process(state) as gateway:
         function = await gateway.deploy(ECHO, {"max_body_bytes": MIB})
@@ -578,7 +579,7 @@ async def test_a_packed_body_costs_no_more_than_the_limit_of_its_route(state, co
                 assert (await connection.reply())[0] == status, path
                 assert (await connection.reply())[0] == 200, path
         assert rss(gateway) - before < 64 * MIB
-        # To unpack it takes seconds.
+        # Unpacking the whole body would take seconds.
         assert cpu_s(gateway) - spent < 0.5
 
 
@@ -619,7 +620,7 @@ async def test_an_upload_without_end_is_closed(gateway: Gateway):
 
 
 async def test_a_client_that_pipelines_without_reading_is_held_back(state):
-    """The gateway stops reading from it."""
+    """The gateway stops reading from this client."""
     async with gateway_process(state) as gateway:
         before = rss(gateway)
         packet = (get("/healthz") * 1000).encode()

@@ -66,7 +66,7 @@ async def test_a_generator_streams_server_sent_events(deploy, source: str):
         ("3", "output", {"n": 2}),
         ("4", "completed", {}),
     ]
-    # 200 pieces are more than the credit of a stream.
+    # 200 pieces exceed the credit of a stream, so the worker must get new credit.
     assert len(events((await function.call(200)).text)) == 201
 
 
@@ -85,7 +85,7 @@ async def test_a_generator_that_fails_ends_its_stream_with_the_error(deploy):
     function = await deploy(source)
     name, kind, data = events((await function.call(1)).text)[-1]
     assert (name, kind, data["type"]) == ("2", "error", "handler_failed")
-    # Before the first piece, it is an ordinary error with its status.
+    # An error before the first piece is an ordinary response with the status of the error.
     assert (await function.error(0))["status"] == 500
 
 
@@ -216,7 +216,7 @@ async def test_a_body_over_the_limit_is_refused(deploy):
         for _ in range(100):
             yield b"x" * 100
 
-    # By Content-Length, and chunked.
+    # The first body has a Content-Length, the second body is chunked.
     for content in (b"x" * 1001, pieces()):
         error = failure(await function.client.post(function.path, content=content))
         assert (error["status"], error["type"]) == (413, "input_too_large")
@@ -287,7 +287,7 @@ async def test_the_response_has_request_id_and_worker_id(deploy, gateway: Gatewa
     assert response.headers["x-request-id"] == "abc-1"
     assert response.headers["traceparent"] == trace
     assert response.headers["x-worker-id"].startswith(f"{function.name}-r1-")
-    # Without an id, or with an invalid one, the gateway makes one.
+    # If the request has no id or an invalid id, the gateway makes an id.
     for given in ("", "two words", "x" * 129):
         other = (await function.call(None, X_Request_Id=given)).headers["x-request-id"]
         assert len(other) == 16
@@ -345,7 +345,7 @@ async def test_a_deadline_passes_and_the_stuck_worker_is_replaced(
     before = await function.answer(0)
     error = await function.error(1, X_Request_Timeout="0.05")
     assert (error["status"], error["type"]) == (504, "deadline_exceeded")
-    # The header sets the limit, so the setting of the function would not help.
+    # The caller's header sets the limit, so the error must not advise to change the setting of the function.
     assert "caller's" in error["message"]
     assert ("X-Request-Timeout" in error["remedy"], "pilotflame.toml" in error["remedy"]) == (True, False)
     await gone(before)
@@ -358,7 +358,7 @@ async def test_a_handler_sees_its_deadline(deploy):
     remaining, cancelled, attempt = await function.answer(None, X_Request_Timeout="20")
     assert 0 < remaining <= 20_000
     assert (cancelled, attempt) == (False, 1)
-    # The function's own limit holds.
+    # A longer limit of the caller does not extend the function's own limit.
     assert (await function.answer(None, X_Request_Timeout="2000"))[0] <= 1_000_000
 
 
@@ -416,7 +416,7 @@ async def test_the_hold_time_passes_while_setup_waits(deploy, gate: Gate):
     assert (error["status"], error["type"]) == (503, "activation_timeout")
     assert int(response.headers["retry-after"]) >= 1
     patient = asyncio.create_task(function.answer(2, X_Scale_Up_Timeout="60"))
-    # The activation goes on.
+    # The activation goes on after the first call has failed.
     (await gate.next("setup")).go()
     assert await patient == 2
     assert await function.answer(3) == 3
@@ -446,7 +446,7 @@ async def test_an_async_handler_is_cancelled_when_its_caller_disconnects(deploy,
     async with leaving(function):
         worker = (await gate.next("begun")).pid
     assert (await gate.next("cancelled")).pid == worker
-    # Otherwise the next call would be the second in flight and start another worker.
+    # Wait until the gateway has ended the call. Otherwise the next call would be the second in flight and start another worker.
     await function.settled(ready=1, in_flight=0)
     later = asyncio.create_task(function.answer(2))
     (await gate.next("begun")).go()
@@ -572,7 +572,7 @@ def submitted(monkeypatch) -> list[Invocation]:
 
 
 async def raw(gateway: Gateway, request: str) -> tuple[int, dict]:
-    """Send these bytes and read one response: (status, body if it is JSON)."""
+    """Send these bytes and read one response. Return its status and its body; {} if the body is no JSON object."""
     reader, writer = await asyncio.open_connection(*gateway.address)
     try:
         writer.write(request.encode())
@@ -627,11 +627,12 @@ PATHS = (
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("failing", FAILING)
 async def test_a_failed_call_keeps_nothing(deploy, failing: str, path: str):
-    """No cycle of references holds its body until the garbage collector runs."""
+    """The end of a call frees its body at once: no cycle of references keeps the body until the garbage collector runs."""
     function: Function = await deploy(FAILING[failing])
     body = json.dumps({"instances" if ":predict" in path else "input": ["x" * 1_000_000]}).encode()
     gc.collect()
-    # The millions of objects of earlier tests, which take seconds to look through, and whose invocations do not count.
+    # Hide the objects of earlier tests from `gc.get_objects`. A search in millions of objects takes seconds, and the invocations of
+    # earlier tests must not count.
     gc.freeze()
     gc.disable()
     tracemalloc.start()

@@ -30,7 +30,7 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 
 class Jobs:
-    """The jobs of a function, as a caller sees them."""
+    """Calls the routes of a function's jobs."""
 
     def __init__(self, function: Function) -> None:
         self.client, self.base = function.client, f"/v1/functions/{function.name}/jobs"
@@ -62,7 +62,7 @@ class Jobs:
         await until(so, f"{job} {state}")
 
     async def events(self, job: str, **headers: str) -> list[tuple[str, str, Any]]:
-        """Return (event, id, data) of what happens to a job, to its end."""
+        """Follow a job to its end. Return (event, id, data) of each server-sent event."""
         response = await self.client.get(f"{self.base}/{job}/events", headers=headers)
         assert response.headers["content-type"].startswith("text/event-stream")
         blocks = [block for block in response.text.strip().split("\n\n") if not block.startswith(":")]
@@ -160,7 +160,7 @@ async def test_a_job_has_limits_and_a_priority(deploy, gate: Gate):
     slow = await jobs.submit(1, execution_timeout_s=0.2)
     assert (await jobs.ended(slow))["status"] == "TIMED_OUT"
     await jobs.submit("first")
-    # The worker of the job that was too slow may run the first of these.
+    # The call of the job that timed out is also at the gate. Let it pass.
     while (arrived := await gate.next()).word != "first":
         arrived.go()
     late = await jobs.submit("late", ttl_s=0.2)
@@ -213,7 +213,7 @@ async def test_unknown_functions_and_jobs_are_404(deploy, gateway: Gateway):
         assert (error["status"], error["type"]) == (404, "unknown_job"), path
     job = (await jobs.post("?wait_s=60", {"input": 1})).json()["id"]
     await gateway.client.delete(f"/v1/functions/{function.name}")
-    # The result stays, although its function is gone.
+    # The result can be read after the deletion of the function.
     assert (await jobs.get(f"/{job}"))["output"] == {"twice": 2}
     for method, path in (("GET", ""), ("POST", ""), ("POST", "/purge"), ("POST", f"/{job}/retry")):
         error = failure(await jobs.client.request(method, f"{jobs.base}{path}", json={"input": 1}))

@@ -197,7 +197,7 @@ async def test_the_client_behind_a_trusted_proxy_is_named(state: Path, capfd: py
         state, access_log=True, log_format="collector", trusted_proxies=("127.0.0.0/8", "::1/128")
     ) as gateway:
         function = await gateway.deploy(SOURCE, name="called")
-        # aiohttp reads the second one.
+        # The first request is a plain call. aiohttp reads the second request.
         await function.answer("plain", X_Forwarded_For=proxied["X-Forwarded-For"])
         await gateway.client.post("/v2/called/run", json={"input": "job"}, headers=proxied)
         await gateway.client.delete("/v1/functions/called", headers=proxied)
@@ -272,7 +272,7 @@ async def test_a_former_owners_lines_and_secret_are_not_the_next_owners(
             await gateway.deploy(SOURCE, name="taken")
             assert (await admin.get("/v1/functions/taken")).json()["last_errors"] == []
             assert (await admin.get(secret)).json()["secret"] == before
-            # As if the key that is not trusted had deployed it.
+            # Act as if a key that is not trusted had deployed the function.
             monkeypatch.setattr(DeployPolicies, "confined", lambda _policies, _key: True)
             assert "printed raises" not in [line["text"] for line in await read(container, path)]
             own = (await container.get(secret)).json()["secret"]
@@ -303,7 +303,7 @@ async def test_what_a_deleted_function_still_prints_is_not_in_the_next_functions
             gate.open()
             assert await running == "one"
             await next_one.logged("logged next")
-            # As if the key that is not trusted had deployed it.
+            # Act as if a key that is not trusted had deployed the function.
             monkeypatch.setattr(DeployPolicies, "confined", lambda _policies, _key: True)
             texts = [line["text"] for line in await read(container, path)]
             assert "printed next" in texts

@@ -62,7 +62,7 @@ FUNCTIONS = [
 
 
 def references(node: Any, base: Any) -> Iterator[tuple[str, Any]]:
-    """Each `$ref`, with the schema resource it is relative to: the nearest one that has an `$id`."""
+    """Yield each `$ref` with the schema that it is relative to: the nearest enclosing schema with an `$id`, or else `base`."""
     if isinstance(node, dict):
         base = node if "$id" in node else base
         if isinstance(node.get("$ref"), str):
@@ -111,7 +111,7 @@ def test_each_function_has_its_path_with_its_schemas() -> None:
     assert {"X-Request-Timeout", "traceparent"} <= {one["name"] for one in post["parameters"]}
     assert "X-Cold-Start" in post["responses"]["200"]["headers"]
     assert "headers" not in paths["/healthz"]["get"]["responses"]["200"]
-    # The page /docs shows them in this order.
+    # The paths of functions come first, because the page /docs shows the paths in this order.
     assert [path.startswith("/invoke/") for path in paths][: len(FUNCTIONS)] == [True] * len(FUNCTIONS)
     assert "/invoke/tree" not in describe([])["paths"]
 
@@ -164,7 +164,7 @@ def test_components_have_the_names_that_clients_know() -> None:
 
 
 def test_two_dialects_share_a_path() -> None:
-    """RunPod's jobs and CloudEvents."""
+    """RunPod's jobs and CloudEvents have the same path and method, and different media types."""
     run = describe([])["paths"]["/v2/{function}/run"]["post"]
     assert set(run["requestBody"]["content"]) == {
         "application/json",

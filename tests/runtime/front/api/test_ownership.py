@@ -45,7 +45,7 @@ SETTINGS = {
     "after": "planted-upstream", "request_log.sample": 1e-9, "budget.seconds_per_day": 1000,
     "schedule": [{"cron": "0 4 1 1 *", "workers": 1}],
 }  # fmt: skip
-# Its snapshot is not there any more.
+# Its snapshot is deleted after the deploy.
 UNREAD = "def setup(context):\n    context.snapshot.open()\n\ndef handler(event):\n    return event\n"
 STARTING = ("/invoke/{function}", "/v2/{function}/warmup", "/v2/{function}/runsync")
 STARTED = ("victim", "broken", "unread")
@@ -66,7 +66,7 @@ OTHERS: list[dict[str, Any]] = [
 
 
 class House(NamedTuple):
-    """A gateway with two functions of a trusted key, and a job."""
+    """A gateway with the functions of a trusted key, and a job."""
 
     gateway: Gateway
     admin: httpx.AsyncClient
@@ -96,7 +96,7 @@ async def house() -> AsyncIterator[House]:
             weights = folder / "planted-place"
             weights.mkdir()
             save_file({"weight": np.eye(8)}, weights / "model.safetensors")
-            # Further attempts of a job would wait until the answer is given up.
+            # Allow one attempt, because `text_of` does not wait for the end of further attempts of a job.
             unread = {"snapshot": str(weights), "attempts": 1}
             await gateway.deploy(UNREAD, unread, name="unread", check=False)
             (weights / "model.safetensors").unlink()
@@ -149,7 +149,7 @@ async def test_no_route_shows_what_is_private_to_another_key(house: House, field
         answers = await everything(house, other)
     shown = [f"{route}: {text}" for route, text in answers.items() if "planted-" in text]
     assert not shown, shown
-    # The public part is there.
+    # The answers have the public part.
     assert "model.safetensors cannot be read" in answers["post /invoke/unread"]
     assert '"name":"victim"' in answers["get /v1/functions/victim"]
     assert '"victim"' in answers["get /v1/functions"]
@@ -196,7 +196,7 @@ async def test_a_new_field_of_a_function_is_private_until_this_list_or_that_of_p
 
 
 async def test_the_owner_sees_all_of_it(house: House) -> None:
-    """Otherwise the test above would show nothing."""
+    """If the owner did not see the planted words, the tests of other keys would prove nothing."""
     found = [
         await text_of(house.owner, "get", "/v1/functions/victim"),
         await text_of(house.owner, "get", "/v1/functions/victim/logs"),
@@ -219,7 +219,7 @@ async def test_another_owner_ends_no_warm_up(house: House) -> None:
 
 
 async def test_an_upload_tells_no_digest_of_another_owner(house: House) -> None:
-    """A kept file with the right digest is answered like one with a wrong digest."""
+    """The answer to a kept file with the right digest is the same as with a wrong digest."""
     revision = (await house.owner.get("/v1/functions/victim")).json()["revision"]
     right = hashlib.sha256(HANDLER.encode()).hexdigest()
 

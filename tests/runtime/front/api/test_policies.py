@@ -75,7 +75,7 @@ async def test_a_key_that_is_not_trusted_deploys_no_process(state: Path, tmp_pat
             "resources.network is 'host'"
             in failure(await upload(gateway, tmp_path, image, "resources.network=host"))["message"]
         )
-        # The snapshot is not read: the error would tell which files exist.
+        # The gateway does not read the snapshot, so all messages are the same. Otherwise, errors would tell which files exist.
         messages = {
             failure(await upload(gateway, tmp_path, image, f"snapshot={path}"))["message"]
             for path in ("/etc/passwd", "/no/such/file", "../handler.py", "http://127.0.0.1:1/w")
@@ -144,13 +144,13 @@ async def test_the_policy_of_a_revoked_key_holds_for_what_was_deployed_with_it(
         error = await gateway.function("mine").error(1)
         assert error["type"] == "function_barred"
         assert f"The policy of the API key {made['id']} does not allow mine: snapshot" in error["message"]
-        # The policy of a deploy is the policy of its own key.
+        # A new deploy needs only the policy of the key that sends it.
         assert (await upload(gateway, tmp_path / "code", f"snapshot={weights}")).status_code == 201
         assert await gateway.function("mine").answer(2) == 2
 
 
 async def test_a_key_that_is_not_trusted_changes_only_its_own_functions(state: Path, tmp_path: Path) -> None:
-    """Otherwise it could set an environment variable, such as LD_PRELOAD, for the process of another owner."""
+    """Otherwise, such a key could set an environment variable, such as LD_PRELOAD, for the process of another owner."""
     async with gateway_here(state, engine=ENGINE) as gateway:
         await key(gateway, name="owner", policy=TRUSTED)
         assert (await upload(gateway, tmp_path)).status_code == 201
@@ -176,7 +176,7 @@ async def test_a_key_that_is_not_trusted_changes_only_its_own_functions(state: P
             "deployed with another key"
             in failure(await upload(gateway, tmp_path, "image.name=a/b:1"))["message"]
         )
-        # A secret would wait for a function of this name, and any key could deploy that function.
+        # A secret needs an existing function. Otherwise, it would reach the next function of this name, whose owner may be another key.
         response = await client.put("/v1/functions/nobody/secrets/LD_PRELOAD", json={"value": "/evil.so"})
         assert failure(response)["type"] == "unknown_function"
         assert (await client.get(mine)).status_code == 200
@@ -216,7 +216,7 @@ async def test_a_barred_function_reads_no_queue_and_fetches_nothing(
 async def test_a_zygote_that_lies_about_its_handler_does_not_stop_the_gateway(
     state: Path, tmp_path: Path, facts: dict[str, Any]
 ) -> None:
-    # Opening a FIFO for reading waits for a writer.
+    # A gateway that opened this FIFO for reading would wait for a writer and not start.
     os.mkfifo(fifo := tmp_path / "handler.py")
     async with gateway_here(state) as gateway:
         await gateway.deploy(ECHO, name="liar")
@@ -252,7 +252,7 @@ async def test_snapshots_of_a_key_that_is_not_trusted_come_only_from_allowed_net
             authorization = gateway.client.headers["Authorization"]
         async with gateway_here(state, engine=ENGINE, snapshot_networks=("127.0.0.0/8",)) as gateway:
             gateway.client.headers["Authorization"] = authorization
-            # The weights are read, and then the engine is missing.
+            # The gateway may read the weights now. The deploy fails only afterwards, because the engine does not exist.
             error = failure(await upload(gateway, tmp_path / "code", *settings))
             assert "engine" in error["message"]
             assert server.requests != []
@@ -281,6 +281,6 @@ async def test_a_stored_revision_is_fetched_by_the_rule_of_the_present_policies(
             spec = gateway.server.functions.get("mine").revision.spec
             with pytest.raises(SourceDenied, match="its address may not be connected to: loopback"):
                 await gateway.server.node.revisions.weights.prefetch(spec, {})
-            # The same holds for its event sources.
+            # The present policies also decide which credentials its event sources may use.
             assert identity(gateway.server.functions, "mine").access.own_only
         assert len(server.requests) == counted

@@ -1,4 +1,4 @@
-"""The gateway on a socket that systemd holds: real processes, started as systemd starts them."""
+"""The gateway on a socket that systemd has opened: real processes, started as systemd starts them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 from live import LIMIT_S, PROCESS
 
-# systemd's fork: the socket becomes descriptor 3, and LISTEN_PID is the pid of the program that it executes.
+# Does what systemd does between fork and exec: passes the sockets as the descriptors from 3 on, and sets LISTEN_PID to the pid of
+# the program.
 ACTIVATE = """
 import fcntl, os, sys
 sockets = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 50) for number in sys.argv[1].split(",")]

@@ -100,7 +100,7 @@ class Instance:
             except httpx.ConnectError:
                 return True
             except (httpx.ReadError, httpx.RemoteProtocolError):
-                # The listening socket was closed before the gateway accepted it, or before it sent its request.
+                # The gateway closed its listening socket before it accepted this connection, or before the request was sent.
                 return False
             return False
 
@@ -112,12 +112,12 @@ class Instance:
 
 
 def command(kind: Kind, folder: Path, gate: Gate, variables: dict[str, str], name: str) -> list[str]:
-    """The command line of an instance."""
+    """Return the command line of an instance."""
     words = [*SERVE, *([str(folder), "--set", f"env.GATE={gate.path}"] if kind.alone else [])]
     if not kind.contained:
         return [sys.executable, *words]
     where = gate.path.parent
-    # The image knows no user 1000.
+    # Run as a user that the image does not know, as some platforms do.
     return [
         *PODMAN, "run", "--rm", "--name", name, "--network", "host", "--ulimit", "nofile=1024:1024",
         "--ulimit", "nproc=1024:1024", "--read-only", "--user", "1000", "-v", f"{where}:{where}",
@@ -128,7 +128,7 @@ def command(kind: Kind, folder: Path, gate: Gate, variables: dict[str, str], nam
 
 @contextlib.asynccontextmanager
 async def running(kind: Kind, handler: str, gate: Gate, *more: str, **others: str) -> AsyncIterator[Instance]:
-    """An instance that answers health checks. A function alone is not ready yet."""
+    """Run an instance, and yield it once it answers health checks. A function alone is not ready then."""
     if kind.contained:
         require_podman()
     folder, port, name = gate.path.parent / "echo", free_port(), f"pf-standalone-{uuid.uuid4().hex[:8]}"
@@ -180,7 +180,7 @@ async def gate() -> AsyncIterator[Gate]:
 
 
 async def meets_the_contract_alone(instance: Instance, gate: Gate) -> None:
-    """A function alone, from its start until it is ready, as a platform sees it."""
+    """Check what a platform sees of a function alone, from its start until it is ready, and what it refuses."""
     first = asyncio.create_task(instance.call({"n": 1}))
     setup = await gate.next("setup")
     response = await instance.fresh("GET", "/readyz")
@@ -196,7 +196,7 @@ async def meets_the_contract_alone(instance: Instance, gate: Gate) -> None:
     for method, path in (("POST", "/v1/functions"), ("DELETE", "/v1/functions/echo"), ("GET", "/v1/keys")):
         refused = failure(await instance.client.request(method, path, json={"path": "/"}))
         assert (refused["status"], refused["type"]) == (403, "forbidden")
-    # Callers of the platform's address are no owners: what they may not see is what the owner's functions cost and do.
+    # Callers at the platform's address are not the owner, so they may not read usage, logs, or the state of functions.
     one = "/v1/functions/echo"
     for path in ("/v1/usage", "/v1/console", "/v1/logs", "/v1/functions", one, f"{one}/decisions", f"{one}/load", f"{one}/arrivals"):  # fmt: skip
         refused = failure(await instance.client.get(path))
@@ -213,7 +213,7 @@ async def meets_the_contract_alone(instance: Instance, gate: Gate) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 async def test_the_contract_and_an_end_that_drops_no_request(kind: Kind, gate: Gate) -> None:
-    # The clients must find the 503 on a machine that others use, too.
+    # Serve for 4 s after SIGTERM, so that the clients see the 503 even on a busy machine.
     async with running(kind, PLAIN, gate, PILOTFLAME_LAME_DUCK_S="4") as instance:
         if kind.alone:
             await meets_the_contract_alone(instance, gate)
@@ -227,7 +227,7 @@ async def test_the_contract_and_an_end_that_drops_no_request(kind: Kind, gate: G
             return await instance.ready() == 503
 
         await until(sent_away, "503 of /readyz")
-        # Load balancers that have not yet seen the 503 go on: on old connections and on new ones.
+        # Load balancers that have not yet seen the 503 still send requests, on old and on new connections.
         path = "/" if kind.alone else "/invoke/echo"
         clients = (instance.fresh, idle.request)
         late = [asyncio.create_task(client("POST", path, json=n)) for n, client in enumerate(clients)]
@@ -264,7 +264,7 @@ async def test_sigterm_ends_no_stream(kind: Kind, gate: Gate) -> None:
 
 
 async def test_calls_wait_for_the_start_within_limits(gate: Gate) -> None:
-    # It is in its image already, so the setting does not count.
+    # A function alone already runs in its image, so image.name has no effect.
     given = ("max_queue=1", "hold_s=0.3", "image.name=localhost/none", "resources.memory_mb=64")
     limits = [word for setting in given for word in ("--set", setting)]
     async with running(KINDS[0], PLAIN, gate, *limits) as instance:
@@ -286,7 +286,7 @@ async def test_calls_wait_for_the_start_within_limits(gate: Gate) -> None:
         event = {"ce-id": "1", "ce-source": "/test", "ce-type": "t", "ce-specversion": "1.0"}
         response = await instance.client.post("/", json=3, headers=event)
         assert response.json()["echo"] == 3
-        # A web page reaches a function on this machine as little as a gateway.
+        # A function alone also refuses a foreign host name, because a web page can make it resolve to this machine.
         refused = await instance.client.post("/", json=4, headers={"Host": "evil.example"})
         assert failure(refused)["status"] == 403
 
@@ -325,7 +325,7 @@ async def test_a_kept_state_folder_serves_no_other_function(gate: Gate) -> None:
 
 
 async def test_a_platform_warms_a_function_alone(gate: Gate) -> None:
-    """The hook waits for the first deploy as calls do, and needs no key."""
+    """The hook needs no key. Like a call, it waits for the first deploy."""
     async with running(KINDS[0], PLAIN, gate) as instance:
         hook = {"workers": 2, "wait_s": 60, "cause": "poststart"}
         warming = asyncio.create_task(instance.client.post("/v2/echo/warmup", json=hook))

@@ -35,7 +35,7 @@ FUNCTIONS = {
 }
 SCOPES = ["invoke", "deploy"]
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMED_OUT"}
-# Each names a job and must treat a job of another tenant like one that does not exist.
+# Routes that name a job. For a job of another tenant, they must answer as for a job that does not exist.
 OF_A_JOB: list[tuple[str, str]] = [
     ("GET", "/v2/{function}/status/{job}"),
     ("POST", "/v2/{function}/status/{job}"),
@@ -62,7 +62,7 @@ OF_A_JOB: list[tuple[str, str]] = [
 
 @dataclass(eq=False)
 class Tenant:
-    """A caller with a key, and what must be true of their jobs."""
+    """A caller with a key, and the expected state of their jobs."""
 
     client: httpx.Client
     functions: frozenset[str]
@@ -72,9 +72,9 @@ class Tenant:
     purged: bool = False
     retries: dict[str, int] = field(default_factory=dict)
     keys: dict[tuple[str, str], str] = field(default_factory=dict)
-    """By function and idempotency key."""
+    """The job of each function and idempotency key."""
     deliveries: dict[str, str] = field(default_factory=dict)
-    """By job, the id of its delivery."""
+    """The id of a delivery of each job."""
 
 
 class Served:
@@ -124,7 +124,7 @@ def served() -> Iterator[Served]:
 
 
 def absent(response: httpx.Response, *names: str) -> tuple[int, str]:
-    """Return a response without the names that the request has sent, and without its request id."""
+    """Return the status and body of a response, without the names that the request has sent and without the request id."""
     text = response.text
     for name in names:
         text = text.replace(name, "…")
@@ -135,7 +135,9 @@ def absent(response: httpx.Response, *names: str) -> tuple[int, str]:
 
 
 class TenantMachine(RuleBasedStateMachine):
-    """Five tenants whose keys cover random functions."""
+    """Runs random actions of five tenants, whose keys cover random functions. After each action, every tenant must see exactly their
+    own jobs, and no change by another tenant.
+    """
 
     served: Served
     submitted = Bundle("submitted")
@@ -157,7 +159,7 @@ class TenantMachine(RuleBasedStateMachine):
                 tenant.client.post(f"/v2/{function}/cancel/{job}")
             tenant.client.close()
 
-    # -- what tenants do with what is theirs
+    # -- what tenants do with their own jobs
 
     def submit(self, tenant: Tenant, function: str, job: str, *, key: str = "") -> Any:
         if job in tenant.jobs:
@@ -178,7 +180,7 @@ class TenantMachine(RuleBasedStateMachine):
         tenant = self.tenants[who]
         order: dict[str, Any] = {"input": 5}
         if hook:
-            # No server listens there, so the delivery stays.
+            # No server listens on this port, so the delivery stays in the outbox.
             order |= {"webhook": "http://127.0.0.1:9/hook", "webhook_events": ["start", "completed"]}
         sync = sync and function not in ("stuck", "pieces")
         path = f"/v2/{function}/{'runsync' if sync else 'run'}"
@@ -202,7 +204,7 @@ class TenantMachine(RuleBasedStateMachine):
         if function not in tenant.functions:
             assert response.status_code == 404
             return multiple()
-        # The id is in use by the tenant's prediction of the other function.
+        # The tenant's prediction of another function already has the wanted id.
         if response.status_code == 409:
             assert any((other, wanted) in tenant.keys for other in tenant.functions - {function})
             return multiple()
@@ -270,17 +272,17 @@ class TenantMachine(RuleBasedStateMachine):
             assert response.json()[key] <= len(mine)
             tenant.cancelled.update(mine)
 
-    # -- what they try with what is not theirs
+    # -- what tenants try with the jobs of others
 
     @rule(of=submitted, who=st.integers(1, TENANTS - 1))
     def meddle(self, of: tuple[Tenant, str], who: int) -> None:
         victim, job = of
-        # Another tenant: the numbers are from 1.
+        # This is always another tenant, because `who` is at least 1.
         stranger = self.tenants[(self.tenants.index(victim) + who) % TENANTS]
         function = victim.jobs[job]
         delivery = victim.deliveries.get(job, "msg_0")
         for name in {job, job.partition("~")[0]}:
-            # They may have chosen the same id for a job of their own.
+            # Skip an id that the stranger has chosen for a job of their own.
             if all(mine.partition("~")[0] != name for mine in stranger.jobs):
                 for method, path in OF_A_JOB:
                     told = stranger.client.request(

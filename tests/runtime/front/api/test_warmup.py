@@ -13,7 +13,6 @@ from live import TRUSTED, Function, failure, gateway_here
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ECHO = "def handler(event):\n    return event\n"
-# Fails in setup if $FAIL is set in the file beside it.
 FAILS = "def setup(context):\n    raise OSError('no licence')\ndef handler(event):\n    return event\n"
 IDLE = {"scale.idle_timeout_s": 0}
 
@@ -94,7 +93,7 @@ async def test_the_body_of_a_hook(gateway: Any, deploy: Any):
         "alerts": [{"status": "firing"}],
     }
     assert (await warm(function, json=sent)).json()["workers"]["ready"] == 2
-    # The query goes before the body, and a body that is no object is ignored.
+    # The query overrides the body, and a body that is no JSON object is ignored.
     assert (await warm(function, json={"workers": 1}, params={"workers": "3", "wait_s": "60"})).json() == {
         "workers": {"ready": 3, "parked": 0, "starting": 0, "draining": 0}
     }

@@ -19,7 +19,7 @@ ECHO = "def handler(event):\n    return event\n"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
-    """A gateway that may call this machine."""
+    """Yield a gateway whose webhooks may call this machine."""
     with short_folder() as folder:
         async with gateway_here(folder / "state", drain_s=5.0, webhook_networks=("127.0.0.0/8",)) as found:
             yield found
@@ -50,7 +50,7 @@ async def deliveries(function: Function, **query: Any) -> list[dict[str, Any]]:
 
 
 async def settled(function: Function, count: int, state: str) -> list[dict[str, Any]]:
-    """Wait for this number of deliveries in this state."""
+    """Wait until this number of deliveries is in this state, and return them."""
     found: list[dict[str, Any]] = []
 
     async def so() -> bool:

@@ -1,4 +1,6 @@
-"""While a call of a language model waits, its stream has the number of earlier calls of the same key. Gateway and worker are real."""
+"""Answers of language models, with a real gateway and worker: the number of earlier calls while a call waits, large pieces, and
+failed requests.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ async def test_a_stream_says_how_many_of_the_callers_calls_come_first(
                     told.set()
             return response.headers.get("X-Queue-Ahead"), text
 
-    # The first call starts the worker, and has the header while it waits.
+    # Start the worker with a call that waits for it. The next call does not wait, so its answer has no X-Queue-Ahead.
     await ask("now")
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(ask("run"))
@@ -62,7 +64,7 @@ async def test_a_stream_says_how_many_of_the_callers_calls_come_first(
         ahead, text = await one
         assert ahead == str(number)
         assert f": waiting for a worker, {number} ahead\n\n" in text
-        # The head had gone before the worker was known.
+        # The head was sent before the worker was known, so the headers of the worker are comments in the stream.
         assert text.count(": X-Worker-Id: ") == text.count(": Server-Timing: queue;dur=") == 1
         assert ": X-Cold-Start: false\n" in text.partition("data:")[0]
         assert text.endswith("data: [DONE]\n\n")
@@ -105,10 +107,10 @@ def handler(event: GenerationRequest):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failed_request_keeps_nothing(gateway: Gateway, deploy: Any, *, stream: bool) -> None:
-    """No cycle of references holds its prompts until the garbage collector runs."""
+    """The end of a request frees its prompts at once: no cycle of references keeps them until the garbage collector runs."""
     function = await deploy(BREAKS)
     gc.collect()
-    # The millions of objects of earlier tests take seconds to look through.
+    # Hide the objects of earlier tests from `gc.get_objects`, because a search in millions of objects takes seconds.
     gc.freeze()
     gc.disable()
     try:
@@ -137,7 +139,7 @@ def handler(event: GenerationRequest):
 async def test_a_large_piece_is_answered_like_a_small_one(
     gateway: Gateway, deploy: Any, *, stream: bool
 ) -> None:
-    """It is validated and written in threads."""
+    """The gateway validates and encodes such a piece in threads."""
     function = await deploy(LARGE)
     body = {"model": function.name, "prompt": "a", "stream": stream}
     answer = await gateway.client.post("/openai/v1/completions", json=body)
@@ -182,7 +184,7 @@ async def test_the_event_of_a_long_prompt_is_made_in_a_thread(
     assert len(json.loads(first.removeprefix("data: "))["choices"][0]["logprobs"]["tokens"]) == 300
     assert json.loads(second.removeprefix("data: "))["choices"][0]["text"] == "b"
     assert done == "data: [DONE]"
-    # Some forms repeat the whole answer in its last event, so the size of all pieces counts there.
+    # The last piece is small, but counts as large as all pieces, because its event repeats the whole answer in some protocols.
     assert on_loop == [False, False]
 
 

@@ -25,7 +25,7 @@ from pilotflame.runtime.front.generation.token_counts import (
 from pilotflame.runtime.ground.access.keyring import Meter
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-# Yields the deltas that the prompt has as JSON; `whole` returns the first one.
+# `handler` yields the deltas in the prompt, which is JSON. `whole` returns the first delta.
 SCRIPTED = """
 import json
 from pilotflame import Delta, GenerationRequest
@@ -104,7 +104,8 @@ async def test_a_key_that_has_used_its_tokens_waits() -> None:
                 "/v1/completions", json={"model": "model", **event}, headers=small
             )
             assert refused.status_code == 429
-            # 9 tokens were used of 5, and 5 come back in a minute: then the bucket is full, and admits any prompt.
+            # The key has used 9 of its 5 tokens, and gets 5 tokens a minute. It waits until its bucket is full, because a full bucket
+            # admits any prompt.
             assert 30 <= int(refused.headers["Retry-After"]) <= 120
             assert "model_tokens_per_min" in refused.text
             assert (
@@ -115,7 +116,7 @@ async def test_a_key_that_has_used_its_tokens_waits() -> None:
 
 
 class Tally:
-    """Adds the numbers that an `Account` would get."""
+    """Stands in for an `Account`, and adds up the tokens."""
 
     def __init__(self) -> None:
         self.prompt = self.cached = self.generated = 0
@@ -147,7 +148,7 @@ async def test_any_pieces_are_counted_or_ignored(pieces: list[bytes]) -> None:
 
 
 class OneKey:
-    """A keyring with one meter."""
+    """A keyring that has the same meter for every owner."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = lambda _owner: meter
@@ -188,7 +189,7 @@ async def test_a_reservation_is_settled_once_at_every_end(calls: list[tuple[str,
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def limited() -> AsyncIterator[tuple[Gateway, dict[str, dict[str, str]]]]:
-    """A gateway, and the headers of keys with a rate of one request in 1,000 seconds and room for four."""
+    """Yield a gateway, and the headers of keys that admit four requests at once, and then one request in 1,000 seconds."""
     with short_folder() as folder:
         async with gateway_here(folder / "state") as gateway:
             await gateway.deploy(SCRIPTED, name="model")
@@ -213,7 +214,7 @@ async def test_a_call_asks_for_what_the_handler_reads(n: object, most: object) -
     read, asked = GenerationRequest.model_validate(event), _asked(json.dumps(event).encode())
     assert asked.answers == read.n
     assert asked.most == (read.max_tokens or float("inf"))
-    # Longer bodies are not parsed on the event loop.
+    # A longer body is not parsed. Regular expressions search in it, and must not match inside its strings.
     assert _asked(json.dumps({**event, "prompt": LONG}).encode()).answers == read.n
     assert _asked(json.dumps({"prompt": LONG + '"n": 9'}).encode()).answers == 1
 
@@ -244,7 +245,7 @@ async def test_several_in_one_request_count_as_several(
     assert first.status_code in (200, 202), first.text
     assert refused.status_code == 429
     assert "rate_per_s" in refused.text
-    # One place is left, and three are needed. A request of one is admitted.
+    # One request of the four is left, and the second `ask` needs three. A request that counts as one is admitted.
     assert 1900 <= int(refused.headers["Retry-After"]) <= 2100
     one = await gateway.client.post("/invoke/model", json={"prompt": prompt}, headers=headers)
     assert one.status_code == 200, one.text
@@ -264,7 +265,7 @@ async def test_the_tokens_of_a_large_piece_are_counted_without_parsing_it(
 
 @pytest.mark.parametrize("blanks", [b" " * 1_000_000, b'"' + b" " * 1_000_000])
 async def test_blanks_in_a_body_take_no_longer_than_their_number(blanks: bytes) -> None:
-    """Two neighbours in a pattern that match the same blanks would take days for a million."""
+    """If two adjacent parts of a pattern matched the same blanks, a search in a million blanks would take days."""
     assert _asked(b'{"n":' + blanks + b"null}").answers == 1
 
 

@@ -59,7 +59,7 @@ async def test_a_page_calls_a_function_that_allows_its_origin(deploy):
     # Large responses are compressed, and then vary by their coding as well.
     large = await call(function, SHOP, "x" * 5000)
     assert {part.strip() for part in large.headers["Vary"].split(",")} == {"Accept-Encoding", "Origin"}
-    # The page can read errors, too, and jobs.
+    # The page may also read errors and the answers about jobs.
     refused = await function.client.post(function.path, content=b"{", headers={"Origin": SHOP})
     assert (refused.status_code, refused.headers[ALLOW]) == (400, SHOP)
     queued = await function.client.post(
@@ -120,7 +120,7 @@ async def test_a_preflight_needs_no_key_and_the_call_does(state: Path):
             assert (refused.status_code, refused.headers[ALLOW]) == (401, SHOP)
             given = {"Origin": SHOP, "Authorization": f"Bearer {key}"}
             assert (await page.post(function.path, json=1, headers=given)).headers[ALLOW] == SHOP
-            # A proxy may add the key to the requests of any page.
+            # A key does not admit a page of another origin, because a proxy may add the key to the requests of any page.
             given["Origin"] = OTHER
             response = await page.post(function.path, json=1, headers=given)
             assert (response.status_code, ALLOW in response.headers) == (403, False)
@@ -136,7 +136,7 @@ async def test_pages_of_this_machine_call_functions_of_a_gateway_without_keys(de
             asked = await preflight(function.client, path, origin)
             assert (asked.status_code, asked.headers[ALLOW]) == (204, origin)
             assert "Access-Control-Allow-Credentials" not in asked.headers
-        # From localhost to 127.0.0.1 is another site for a browser.
+        # For a browser, localhost and 127.0.0.1 are different sites, so this request is cross-site.
         response = await call(function, origin)
         assert (response.status_code, response.headers[ALLOW]) == (200, origin)
 
@@ -164,7 +164,7 @@ async def test_the_gateways_own_pages_use_control_routes(deploy, gateway: Gatewa
     function = await deploy(ECHO)
     for headers in (
         {"Origin": gateway.url}, {"Origin": gateway.url, "Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"},
-        # A proxy on this machine has changed Host.
+        # A proxy on this machine may have changed Host, so Origin differs from Host.
         {"Origin": "http://localhost:8080", "Sec-Fetch-Site": "same-origin"},
     ):  # fmt: skip
         path = f"/v1/functions/{function.name}/reset"
@@ -190,7 +190,7 @@ async def test_origins_that_only_look_like_this_machine(deploy):
         response = await call(function, origin)
         assert failure(response)["type"] == "forbidden", origin
         assert ALLOW not in response.headers
-    # A name that a page has made to resolve to this machine.
+    # DNS rebinding: the owner of a web page can make any name resolve to this machine.
     rebound = {"Origin": LOCAL[0], "Host": "rebound.example"}
     response = await function.client.post(function.path, json=1, headers=rebound)
     assert failure(response)["type"] == "forbidden"
@@ -215,7 +215,7 @@ OTHER_HOSTS = [
 
 
 def admits(headers: dict[str, str], *, keyed: bool = False, prefix: str = "/asgi/{function}") -> bool:
-    """True unless the request is refused on a route that no setting of CORS may allow."""
+    """Return False if the request is refused on a route that no CORS setting may open to pages."""
     hosts = HostNames(HostClaims(["*.apps.test"], tuple).find, prefix)
     functions: Any = None
     try:
@@ -230,7 +230,7 @@ async def test_names_of_this_machine_and_of_functions_are_accepted(host: str) ->
     for headers in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}, {}):
         assert admits(headers)
         assert admits(headers, keyed=True)
-    # Without a plugin that serves apps, the names of functions lead to the gateway.
+    # Without a plugin that serves apps, the host names of functions are refused like other foreign names.
     assert admits({"Host": host}, prefix="") is not host.startswith("shop.")
 
 
@@ -253,11 +253,11 @@ SITE, DEST = "Sec-Fetch-Site", "Sec-Fetch-Dest"
     ("headers", "admitted"),
     [
         (OWN, True), (OWN | {SITE: "same-origin"}, True), (OWN | {SITE: "same-site"}, False),
-        # A proxy has changed Host.
+        # If a proxy has changed Host, only Sec-Fetch-Site shows that the page is the gateway's own.
         (OWN | {"Host": "10.0.0.1:8600"}, False), (OWN | {"Host": "10.0.0.1:8600", SITE: "same-origin"}, True),
         ({SITE: "same-site"}, False), ({SITE: "cross-site"}, False), ({SITE: "cross-site", DEST: "document"}, False),
         ({SITE: "future"}, False), ({"Origin": "null"}, False), ({"Origin": "http://shop.gateway.test"}, False),
-        # A link to an app at its own host name.
+        # Other sites may link to an app at its own host name.
         ({"Host": "shop.apps.test", SITE: "cross-site", DEST: "document"}, True),
         ({"Host": "shop.apps.test", SITE: "cross-site", DEST: "iframe"}, False),
         ({"Host": "shop.apps.test", SITE: "cross-site", DEST: "document", "Origin": "null"}, False),

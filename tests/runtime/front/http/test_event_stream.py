@@ -18,14 +18,17 @@ from pilotflame.runtime.front.api import invoke as gateway_module
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PIECE_BYTES = 16 << 10
-# The bound of a stream that is not read: its credit, the gateway's buffers, and the kernel's for a connection.
+# An upper bound for the bytes of a stream without a reader: the stream's credit, the gateway's buffers, and the kernel's buffers
+# of the connection.
 MOST_BYTES = 24 << 20
 
 KINDS = pytest.mark.parametrize("kind", ["", "async "], ids=["generator", "async-generator"])
 
 
 def source(kind: str) -> str:
-    """A handler: `endless` streams for ever, `count` returns how many pieces it made, a number makes that many."""
+    """Return a handler. The event `endless` starts an endless stream. `count` yields how many pieces endless streams have made. A
+    number yields this many pieces.
+    """
     return f"""
 import gate
 made = 0
@@ -51,7 +54,7 @@ PRINTS = "def handler(event):\n    for number in range(event):\n        yield nu
 
 @asynccontextmanager
 async def not_reading(gateway: Gateway, path: str, *headers: str) -> AsyncIterator[socket.socket]:
-    """A caller of `endless` with a small socket buffer, who does not read."""
+    """Call the handler with `endless` on a socket with a small buffer, and read nothing."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.setblocking(False)
@@ -69,7 +72,7 @@ async def test_a_slow_reader_holds_back_its_own_handler_only(deploy, gateway: Ga
         return int(events((await function.call("count")).text)[0][2])
 
     async def stands() -> bool:
-        """Return True if it makes no piece while another stream of the same worker runs to its end."""
+        """Return True if the endless stream makes no piece while another stream of the same worker runs to its end."""
         before = await counted()
         assert len(events((await function.call(500)).text)) == 501
         return 0 < before == await counted()
@@ -89,7 +92,7 @@ async def test_a_reader_that_never_reads_is_disconnected(
     async with not_reading(gateway, function.path, "X-Request-Timeout: 0.3") as sock:
         await gate.next("closed")
         poll = select.poll()
-        # Errors and hang-ups are reported without being requested.
+        # Request no events, because `poll` reports errors and hang-ups in any case.
         poll.register(sock, 0)
         assert await asyncio.to_thread(poll.poll, LIMIT_S * 1000)
 
@@ -97,7 +100,7 @@ async def test_a_reader_that_never_reads_is_disconnected(
         ended = f'pilotflame_invocations_total{{code="504",function="{function.name}",source="http"}} 1.0'
         return ended in (await gateway.client.get("/metrics")).text
 
-    # The worker tells the end of the call, which may take longer than the disconnection.
+    # The call is counted when the worker reports its end. This may be after the disconnection.
     await until(is_counted, "the end of the invocation by its deadline")
 
 

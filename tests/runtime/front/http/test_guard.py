@@ -78,7 +78,7 @@ async def opened(gateway: Gateway, key: dict[str, Any]) -> AsyncIterator[httpx.A
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
-    """A gateway with `auth="always"` and functions `mine` and `theirs`; its own client has an admin's key."""
+    """Yield a gateway with `auth="always"` and the functions `mine` and `theirs`. `gateway.client` has an admin's key."""
     with short_folder() as folder:
         async with gateway_here(folder / "state", drain_s=5.0, auth="always") as found:
             found.client.headers.update(bearer(await made(found, scopes=["admin"])))
@@ -92,7 +92,7 @@ Opened = Callable[..., Any]
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def keyed(gateway: Gateway) -> AsyncIterator[Opened]:
-    """`await keyed(scopes=…, functions=…)`: a client with a new key."""
+    """Yield a function: `await keyed(scopes=…, functions=…)` returns a client with a new key."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def make(**wanted: Any) -> httpx.AsyncClient:
@@ -102,7 +102,7 @@ async def keyed(gateway: Gateway) -> AsyncIterator[Opened]:
 
 
 async def refused_all(client: httpx.AsyncClient, functions: tuple[str, ...]) -> None:
-    """Everything but health is 401."""
+    """Check that all routes except the health routes answer 401."""
     routes = [(method, path.format(f=name)) for method, path in ROUTES for name in functions]
     for method, path in routes + ELSEWHERE:
         response = await client.request(method, path)
@@ -194,7 +194,7 @@ async def test_a_key_may_come_as_the_session_token_of_a_signed_request(gateway: 
         for token, status in ((key["key"], 200), ("", 401), (key["key"][:-1] + "x", 401)):
             response = await client.post("/invoke/mine", json=1, headers={"X-Amz-Security-Token": token})
             assert response.status_code == status, token
-        # It counts only with a signature.
+        # The session token is the key only in a signed request.
         both = {"Authorization": "Bearer pf_x", "X-Amz-Security-Token": key["key"]}
         assert (await client.post("/invoke/mine", json=1, headers=both)).status_code == 401
 
@@ -214,7 +214,7 @@ async def test_a_key_may_come_in_the_header_that_the_route_names(gateway: Gatewa
         for path, header in named.items():
             assert await status(path, {header: key["key"]}) == 400
             assert await status(path, {header: key["key"][:-1] + "x"}) == 401
-            # The standard header is the key, if a request has both.
+            # If a request has both headers, Authorization is the key.
             assert await status(path, {header: key["key"], "Authorization": "Bearer x"}) == 401
             other = {"x-api-key", "api-key"} - {header}
             assert await status(path, dict.fromkeys(other, key["key"])) == 401
@@ -349,7 +349,7 @@ async def test_an_unknown_function_names_the_closest_ones_that_the_key_covers(
     for wanted in ("theirz", "theirs", "abzent"):
         assert "mean" not in failure(await mine.post(f"/invoke/{wanted}"))["remedy"]
     assert failure(await mine.post("/invoke/mime"))["remedy"].startswith("Did you mean 'mine'?")
-    # A page may call a function without the right to list them.
+    # A page of another origin may call functions but not list them, so its error names no other function.
     page = {"Origin": "http://localhost:3000"}
     assert "mean" not in failure(await everywhere.post("/invoke/theirz", headers=page))["remedy"]
 
@@ -411,7 +411,7 @@ async def test_over_the_rate_is_refused_until_retry_after(keyed: Opened):
 
 
 async def statuses(gateway: Gateway, key: dict[str, Any], *headers: str) -> list[int]:
-    """The statuses of four calls with a key, each sent in one write."""
+    """Send four calls with a key, each in one write. Return their statuses."""
     lines = [f"Authorization: Bearer {key['key']}", "Host: localhost", "Content-Length: 1", *headers]
     call = "\r\n".join(["POST /invoke/mine HTTP/1.1", *lines, "", "1"]).encode()
     reader, writer = await asyncio.open_connection(*gateway.address)
@@ -494,7 +494,7 @@ async def test_an_open_gateway_requires_no_key(state: Path):
 
 
 async def test_a_chosen_id_belongs_to_its_key(gateway: Gateway, keyed: Opened):
-    """Two keys choose the same id; neither can notice the other."""
+    """Two callers choose the same id. Neither can notice the other's prediction."""
     mine = await keyed(scopes=["invoke"], functions=["mine"])
     theirs = await keyed(scopes=["invoke"], functions=["theirs"])
     made_here = [
@@ -527,7 +527,7 @@ PAGES = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def open_gateway() -> AsyncIterator[Gateway]:
-    """A gateway without keys."""
+    """Yield a gateway without keys."""
     with short_folder() as folder:
         async with gateway_here(folder / "state", drain_s=5.0) as found:
             yield found
@@ -566,7 +566,7 @@ async def test_a_page_of_this_machine_is_accepted(open_gateway: Gateway):
 
 async def test_with_a_key_any_name_works_but_no_page_of_another_origin(state: Path):
     async with gateway_here(state, auth="always") as gateway:
-        # Host is "home" there.
+        # On the control socket, the Host "home" is accepted.
         async with gateway.at_home() as home:
             key = (await home.post("/v1/keys", json={"name": "x", "scopes": ["admin"]})).json()["key"]
         headers = {"Host": "gateway.example", "Authorization": f"Bearer {key}"}
@@ -611,7 +611,7 @@ async def test_tracebacks_reach_owners_and_the_log_but_no_caller(gateway: Gatewa
         await invoke.post(as_cog, json={"input": 1}),
         await invoke.post("/v2/raises/runsync", json={"input": 1}),
         await narrow.post("/invoke/breaks", json=1),
-        # Not a plain call.
+        # aiohttp reads a call with this header, because it is not a plain call.
         await invoke.post("/invoke/raises", json=1, headers={"Prefer": "handling=lenient"}),
     ]
     job = (await invoke.post("/v2/raises/run", json={"input": 1})).json()["id"]

@@ -14,7 +14,7 @@ SIZES = st.sampled_from([0, 1, 3, 4, 100, MAX_HEADER_BYTES, 3 * MAX_HEADER_BYTES
 
 @dataclass
 class Body:
-    """The body of a request, as aiohttp's parser knows it."""
+    """Stands in for aiohttp's StreamReader of a request's body."""
 
     begins: int
     ends: int
@@ -26,7 +26,9 @@ class Body:
 
 
 def laid_out(requests: list[tuple[int, int, bool]]) -> tuple[bytes, list[Body]]:
-    """Return the bytes of requests with these sizes of a header and a body, and where the bodies lie in them."""
+    """Return the bytes of requests, and the positions of their bodies in these bytes. An element of `requests` is the size of the
+    header, the size of the body, and whether the body is chunked.
+    """
     sent, bodies = b"", []
     for header, body, chunked in requests:
         sent += b"GET / HTTP/1.1\r\n" + b"h" * min(header, MAX_HEADER_BYTES - 100) + b"\r\n\r\n"
@@ -37,7 +39,7 @@ def laid_out(requests: list[tuple[int, int, bool]]) -> tuple[bytes, list[Body]]:
 
 @given(st.lists(st.tuples(SIZES, SIZES, st.booleans()), min_size=1, max_size=5), st.data())
 def test_only_an_unfinished_header_is_refused(requests, data):
-    """`begin` and `responded` come at any time after the bytes that cause them."""
+    """Calls `begin` and `responded` at random times after the bytes that cause these calls."""
     sent, bodies = laid_out(requests)
     limit, waiting, running, at = HeaderLimit(), list(bodies), None, 0
     while at < len(sent) or waiting or running:

@@ -1,4 +1,4 @@
-"""Unfinished bodies: one owner cannot use the room of all, and nothing stays counted."""
+"""Unfinished bodies: one owner cannot use the whole limit, and bodies that have ended are not counted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_unfinished_bodies_of_one_caller_leave_room_for_others(
             (await home.post("/v1/keys", json={"name": name})).json()["key"] for name in ("greedy", "other")
         ]
         greedy = [asyncio.create_task(unfinished(gateway, keys[0], 1 << 20)) for _ in range(8)]
-        # One of them is refused, so the others have sent what there is room for.
+        # Wait until a body of this key is refused. Then the other bodies use all bytes that one owner may use.
         await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED)
         body, headers = b'"' + b"x" * (200 << 10) + b'"', {"Authorization": f"Bearer {keys[1]}"}
         response = await gateway.client.post("/invoke/f", content=body, headers=headers | JSON)
@@ -47,7 +47,7 @@ async def unfinished(gateway: Gateway, key: str, size: int) -> int:
 
 
 async def test_the_owners_of_packed_bodies_take_turns() -> None:
-    """An owner whose bodies take long leaves a thread to others. Its bodies count until they are unpacked."""
+    """An owner whose bodies take long leaves a thread to other owners. Bodies count against the limit until they are unpacked."""
     bodies, held = IncomingBodies(1000), threading.Event()
 
     def slow(body: bytes) -> bytes:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SIZE = 3 << 20
 SOURCE = "def handler(event):\n    return bytes(range(256)) * (event // 256)\n"
 WHOLE = bytes(range(256)) * (SIZE // 256)
-# The second request is not plain.
+# aiohttp reads a request with the second headers. Without them, it is a plain call.
 BOTH_PATHS = pytest.mark.parametrize(
     "headers", [{}, {"Prefer": "handling=lenient"}], ids=["plain", "aiohttp"]
 )
@@ -39,7 +39,7 @@ def room_of(gateway: Gateway) -> LargeAnswers:
 
 async def deployed(gateway: Gateway) -> Function:
     function = await gateway.deploy(SOURCE, name="f")
-    # From now on, a worker is warm.
+    # Start a worker, so that the later calls find a warm worker.
     assert (await call(gateway, 256)).content == bytes(range(256))
     return function
 
@@ -140,7 +140,7 @@ async def test_answers_that_nobody_reads_leave_room_for_other_callers(
     assert (a.status_code, a.json()["error"]["type"]) == (500, "call_ended")
     assert (a.headers["x-should-retry"], "Retry-After" in a.headers) == ("false", False)
     assert b.content == WHOLE[:size]
-    # AWS's clients repeat all errors but those of the function.
+    # AWS's clients repeat a call after any error except an error of the function. So the answer must be such an error.
     path, authorized = "/lambda/2015-03-31/functions/f/invocations", f"Bearer {keys[0]['key']}"
     answer = await gateway.client.post(path, json=size, headers={"Authorization": authorized})
     assert (answer.status_code, answer.headers["X-Amz-Function-Error"]) == (200, "Unhandled")
@@ -158,7 +158,7 @@ async def test_a_result_without_room_may_be_fetched_again(impatient: Gateway) ->
 
 
 async def test_a_piece_without_room_ends_the_stream(impatient: Gateway) -> None:
-    """Its status was sent before."""
+    """The status was sent with the first piece, so the gateway can only end the response."""
     gateway = impatient
     await gateway.deploy("def handler(event):\n    yield 'a'\n    yield 'x' * event\n", name="f")
     room_of(gateway).room._most = SIZE // 2

@@ -19,7 +19,7 @@ from pilotflame.runtime.startup.server import serve
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 POLICY = "Content-Security-Policy"
-# Sends the headers in the query, and accepts WebSockets with the same headers.
+# Answers requests and WebSockets with the headers that the query contains.
 APP = """
 from urllib.parse import parse_qsl
 
@@ -58,7 +58,7 @@ async def app(gateway: Gateway) -> Function:
 async def sent(
     gateway: Gateway, headers: list[tuple[str, str]], host: str = "", path: str = "/", **more: str
 ) -> httpx.Response:
-    """The response of the app with these headers, at a host name or below its path."""
+    """Return the response of the app, which sends these headers. Call the app at `host`; if it is "", below the app's path."""
     named = {"Host": f"{host}:{gateway.address[1]}"} if host else {}
     url = path if host else f"/asgi/app{path}"
     query = urlencode(headers, encoding="latin-1")
@@ -80,7 +80,7 @@ async def test_answers_of_all_routes_but_the_gateways_own_pages_are_sandboxed(
     gateway: Gateway, app: Function
 ) -> None:
     function = await gateway.deploy("def handler(event):\n    return event", name="echo")
-    # A form of a page sends Origin.
+    # The form of a web page sends Origin, so the answer may become a page and is sandboxed.
     response = await function.call(1, Origin=gateway.url)
     assert (response.status_code, response.headers[POLICY]) == (200, "sandbox")
     for header in ({}, {"Prefer": "handling=lenient"}):
@@ -99,7 +99,7 @@ async def test_an_app_decides_nothing_about_other_paths(gateway: Gateway, app: F
     assert not {name.lower() for name in ORIGIN_WIDE} & set(response.headers)
     assert (b"X-Mine", b"\xe9") in response.headers.raw
     response = await sent(gateway, WIDE, "app.localhost")
-    # At its own host name, the app has the origin to itself. But this header reaches other apps.
+    # At its own host name, the app may send headers for its whole origin, except Clear-Site-Data, which also affects other apps.
     assert {name.lower() for name in ORIGIN_WIDE} - set(response.headers) == {"clear-site-data"}
 
 
@@ -171,7 +171,7 @@ async def test_the_log_names_the_host_once(gateway: Gateway, app: Function) -> N
 
 
 async def test_only_the_app_is_at_a_host_name(gateway: Gateway, app: Function) -> None:
-    """Without a key, on loopback, where other names of this machine are refused."""
+    """The gateway has no keys and listens on loopback, so it refuses other host names."""
     for path in ("/v1/functions", "/healthz", "/console", "/asgi/app/", "//v1/functions", "/../v1/functions"):
         response = await gateway.client.get(path, headers={"Host": "app.localhost:1"})
         assert (response.status_code, response.text) == (200, "<p>"), path

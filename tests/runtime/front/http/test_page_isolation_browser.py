@@ -17,7 +17,8 @@ from playwright.async_api import Browser, Page
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# Its pages are empty. With ?script, a script marks the page.
+# Answers `*.js` with an empty script, and other paths with a page whose script sets the title. Sends cookies for other hosts and
+# paths.
 EVIL = """
 async def app(scope, receive, send):
     if scope["type"] != "http":
@@ -28,7 +29,7 @@ async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"" if script else b"<script>document.title = 'ran'</script>"})
 """
-# Counts what reaches it, and answers everything.
+# Counts the requests and WebSockets that reach it, and answers all of them. `/calls` returns the count.
 VICTIM = """
 calls = 0
 async def app(scope, receive, send):
@@ -146,7 +147,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
-    """A gateway with the functions, at first without keys."""
+    """Yield a gateway with the functions. At first, it has no keys."""
     with short_folder() as folder:
         async with gateway_here(folder / "state", drain_s=1.0) as found:
             allowed = f"http://evil.localhost:{found.address[1]}"
@@ -161,7 +162,7 @@ async def gateway() -> AsyncIterator[Gateway]:
     scope="module", loop_scope="module", params=[False, True], ids=["without keys", "with a key"]
 )
 async def headers(gateway: Gateway, request: Any) -> dict[str, str]:
-    """The headers of the owner's requests."""
+    """Return the headers of the owner's requests. With the second parameter, make the gateway's first key."""
     if not request.param:
         return {}
     made = (await gateway.client.post("/v1/keys", json={"name": "owner", "scopes": ["admin"]})).json()
@@ -170,7 +171,7 @@ async def headers(gateway: Gateway, request: Any) -> dict[str, str]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def page(browser: Browser, gateway: Gateway, headers: dict[str, str]) -> AsyncIterator[Page]:
-    """A page of a new profile. All its requests have the owner's key, as a proxy in front of the gateway adds it."""
+    """Yield a page of a new profile. All its requests have the owner's key, as if a proxy in front of the gateway added the key."""
     gateway.client.headers.update(headers)
     context = await browser.new_context(extra_http_headers=headers)
     found = await context.new_page()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 LISTS = b"[" + b"[]," * 700_000 + b"[]]"
 JSON = {"Content-Type": "application/json"}
 EVENT = {"Content-Type": "application/cloudevents+json"}
-# Each path, how the lists are sent, and the statuses with which the dialect refuses too much.
+# Paths, with a body that contains too many values, and its headers.
 PATHS: list[tuple[str, bytes, dict[str, str]]] = [
     ("/invoke/f", LISTS, JSON),
     ("/invoke/f", LISTS, JSON | {"Prefer": "respond-async"}),
@@ -46,7 +46,7 @@ async def test_no_route_parses_more_values_than_a_body_may_have(gateway: Gateway
     await gateway.deploy("def handler(event):\n    return len(event)\n", name="f")
     for path, body, headers in PATHS:
         answer = await gateway.client.post(path, content=body, headers=headers)
-        # SageMaker and TensorFlow Serving have no 413.
+        # SageMaker and TensorFlow Serving answer 400, because they have no 413.
         assert answer.status_code in (400, 413), (path, answer.status_code, answer.text[:300])
         assert "marks of values" in answer.text, (path, answer.text[:300])
 
@@ -93,7 +93,7 @@ async def test_the_bodies_of_one_owner_leave_room_for_others() -> None:
     other = asyncio.create_task(bodies.read("other", b"x" * 5, work))
     go.set()
     assert await asyncio.gather(running, waiting, other) == [45, 44, 5]
-    # Nothing stays counted, also after an error.
+    # Bodies that were read are not counted any more, also after an error.
     with pytest.raises(ValueError, match="invalid literal"):
         await bodies.read("greedy", b"x", int)
     assert await bodies.read("greedy", b"x" * 89, len) == 89

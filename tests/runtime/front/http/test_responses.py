@@ -42,7 +42,7 @@ def handler(event):
         ("zstd;q=0.5, gzip", "gzip"),
         ("gzip;q=0.5, zstd;q=0.4", "gzip"),
         ("zstd;q=0, gzip;q=0", ""),
-        # A wildcard offers gzip only, which every client knows.
+        # A wildcard selects gzip and never zstd, because every client knows gzip.
         ("gzip;q=0, *", ""),
         ("*", "gzip"),
         ("*;q=0", ""),
@@ -79,7 +79,7 @@ async def test_others_get_the_response_as_it_is(deploy, coding: str):
     function = await deploy(SOURCE)
     response = await function.call({"size": 5000}, Accept_Encoding=coding)
     assert "content-encoding" not in response.headers
-    # A cache must tell the two forms apart.
+    # An uncompressed response also needs Vary, so that caches do not send it to other callers.
     assert response.headers["vary"] == "Accept-Encoding"
     assert len(response.content) == 5002
 

@@ -68,7 +68,7 @@ def test_the_scope_read_changes_nothing():
     }
 
 
-# A function's data for dashboards, and jobs, which callers submit. All other routes below a function need the scope `deploy`.
+# The routes below a function that do not need the scope `deploy`: jobs, which callers submit, and data for dashboards.
 JOBS = "/v1/functions/{function}/jobs"
 FOR_DASHBOARDS = [f"/v1/functions/{{function}}/{kind}" for kind in ("arrivals", "decisions", "load")]
 

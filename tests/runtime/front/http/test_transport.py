@@ -37,14 +37,14 @@ from pilotflame.runtime.ground.access.keys import Caller
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ECHO = "def handler(event):\n    return event"
-# Makes a request one that aiohttp reads, and changes nothing else.
+# A header with which aiohttp reads the request. It has no other effect.
 ORDINARY = "Prefer: nothing"
 Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each call that has arrived on an idle connection: whether it was read as a plain call."""
+    """Return a list. For each call that arrives on an idle connection, it records whether the call was read as a plain call."""
     asked: list[bool] = []
     read = PlainConnection._read
 
@@ -73,7 +73,7 @@ def post(function: Function, body: bytes, *headers: str) -> bytes:
 
 
 async def reply(connection: Wire) -> tuple[str, bytes]:
-    """The next answer, its head as it came."""
+    """Return the unparsed head and the body of the next answer."""
     async with asyncio.timeout(LIMIT_S):
         head = (await connection[0].readuntil(b"\r\n\r\n")).decode()
         found = re.search(r"Content-Length: (\d+)", head)
@@ -95,7 +95,8 @@ async def test_an_answer_is_the_same_both_ways(
     gateway: Gateway, deploy, taken: list[bool], source: str, headers: list[str]
 ):
     function = await deploy(source)
-    await function.call(1)  # no cold start in either
+    # Start a worker, so that neither answer has a cold start.
+    await function.call(1)
     told = [*headers, "X-Request-Id: mine"]
     taken.clear()
     async with wire(gateway) as connection:
@@ -257,7 +258,7 @@ FIRST = ["POST /invoke/f HTTP/1.1\r\n"] * 6 + [
 
 
 class Unpaused:
-    """The protocol of a parser, whose bodies are small."""
+    """Stands in for the protocol of a parser. The parser never pauses it, because the bodies are small."""
 
     def pause_reading(self) -> None: ...
     def resume_reading(self) -> None: ...
@@ -278,7 +279,7 @@ async def test_a_plain_head_is_one_that_aiohttp_reads_in_the_same_way(
     messages, upgraded, _ = parser.feed_data(sent + b"abc"[: head.length])
     message, payload = messages[0]
     assert head.sent == sent
-    # aiohttp writes the names that it knows in its own case.
+    # Compare the names in lower case, because aiohttp changes the case of names that it knows.
     found, expected = (
         [(name.lower(), value) for name, value in of.items()] for of in (head.headers, message.headers)
     )

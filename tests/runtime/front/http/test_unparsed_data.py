@@ -32,7 +32,7 @@ def digest(body: bytes) -> str:
 
 
 async def answer(request: web.BaseRequest) -> web.StreamResponse:
-    """The digest of the body; of a WebSocket, the number of its messages."""
+    """Answer with the digest of the body. On a WebSocket, send the number of messages after SMALL messages."""
     assert isinstance(request, web.Request)
     assert isinstance(request.protocol, ClientConnection)
     request.protocol.begin(request)
@@ -50,7 +50,7 @@ async def answer(request: web.BaseRequest) -> web.StreamResponse:
 
 @contextlib.asynccontextmanager
 async def listening() -> AsyncIterator[int]:
-    """Yield the port of a server whose connections are of this kind."""
+    """Yield the port of a server whose connections are of the class ClientConnection."""
     runner = web.ServerRunner(web.Server(answer, request_factory=made))
     await runner.setup()
     places, server = OpenConnections(Origins(()), 100), runner.server
@@ -77,7 +77,7 @@ def made(message, payload, protocol, writer, task) -> web.Request:
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of what aiohttp is given at once."""
+    """Return a list that records the size of each piece of data that aiohttp gets."""
     sizes, receive = [], web.RequestHandler.data_received
 
     def watched(connection: web.RequestHandler, data: bytes) -> None:
@@ -89,7 +89,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def request(body: bytes, chunk: int | None) -> bytes:
-    """A request whose body has chunks of this size, or a length."""
+    """Return a request whose body has chunks of this size. If `chunk` is None, it has a Content-Length instead."""
     if chunk is None:
         return f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
     parts = (body[at : at + chunk] for at in range(0, len(body), chunk))
@@ -98,7 +98,7 @@ def request(body: bytes, chunk: int | None) -> bytes:
 
 
 async def answers(port: int, pieces: list[bytes], count: int) -> list[str]:
-    """The texts of the answers to requests that are sent in these pieces."""
+    """Send requests in these pieces, and return the texts of the first `count` answers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for piece in pieces:
@@ -131,7 +131,7 @@ async def test_small_messages_of_a_websocket_are_parsed_in_slices(parsed: list[i
         parsed.clear()
         assert sock._response.connection is not None
         assert sock._response.connection.transport is not None
-        # A frame of one byte, with a mask of zeros.
+        # Send frames of one byte, with a mask of zeros.
         sock._response.connection.transport.write(b"\x82\x81\0\0\0\0x" * SMALL)
         assert await sock.receive_str(timeout=LIMIT_S) == f"{SMALL}"
     assert max(parsed) <= SLICE_BYTES
@@ -145,7 +145,7 @@ async def test_a_body_of_known_length_is_not_cut(parsed: list[int]):
 
 
 async def test_other_work_goes_on_between_the_slices(monkeypatch: pytest.MonkeyPatch, parsed: list[int]):
-    """A turn takes one slice at least, however slow the machine is."""
+    """With PARSING_S = 0, each turn parses only one slice, so the number of turns does not depend on the machine."""
     monkeypatch.setattr(unparsed_data, "PARSING_S", 0.0)
     turns = 0
     async with listening() as port:
@@ -175,7 +175,7 @@ async def test_requests_in_any_pieces_are_answered_in_order(bodies, cuts):
 
 
 async def test_requests_behind_a_running_one_wait_at_their_client(monkeypatch: pytest.MonkeyPatch):
-    """However many arrive: the connection holds few of them, and answers all in order."""
+    """However many requests arrive, the connection buffers only a few of them, and answers all of them in order."""
     held, add = [], UnparsedData.add
 
     def watched(unparsed: UnparsedData, data: bytes, connection: ClientConnection) -> None:

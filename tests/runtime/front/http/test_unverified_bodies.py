@@ -19,7 +19,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Caller:
-    """A request that holds its place until `done`, and records in `order` that it got the place."""
+    """A request that keeps its place until `done`. When it gets the place, it appends its name to `order`."""
 
     def __init__(
         self, bodies: UnverifiedBodies, order: list[str], name: str, *, key: str = "k", address: str = "evil",

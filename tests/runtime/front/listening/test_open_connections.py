@@ -28,7 +28,7 @@ IDLE = 700
 
 
 class Connected:
-    """A connection as the server sees it."""
+    """Stands in for a connection of the server."""
 
     def __init__(self) -> None:
         self.is_busy = self.aborted = False
@@ -42,7 +42,7 @@ Enter = Callable[..., "ConnectionPlace | None"]
 
 @pytest.fixture
 def enter() -> Iterator[Enter]:
-    """Enters a connection of an address among `most`."""
+    """Yield a function that enters a new connection of an address. With `handshake`, its TLS handshake has not ended."""
     near, far = socket.socketpair()
 
     def entered(
@@ -70,7 +70,8 @@ def test_the_oldest_idle_connection_is_closed_for_a_new_one(enter: Enter) -> Non
     connections = OpenConnections(Origins(()), 4)
     places = some(enter, connections, "192.0.2.1", "192.0.2.2", "192.0.2.3")
     places[0].connection.is_busy = True  # type: ignore[union-attr,misc]
-    # Connections without an admitted request have three of the four places.
+    # Connections without an admitted request may have three of the four places, and have all three. So the oldest idle
+    # connection is closed.
     assert enter(connections, "192.0.2.4") is not None
     assert aborted(places) == [False, True, False]
     for place in places:
@@ -86,7 +87,7 @@ def test_connections_with_an_admitted_request_stay(enter: Enter) -> None:
         place.admit()
     assert all(enter(connections, f"198.51.100.{n}") for n in range(50))
     assert aborted(kept) == [False] * 3
-    # A place that was lost is not admitted later.
+    # A connection that was closed is not counted as admitted afterwards.
     lost = some(enter, connections, "192.0.2.9")[0]
     lost.close()
     lost.admit()
@@ -105,7 +106,7 @@ def test_a_client_has_half_of_the_places(enter: Enter) -> None:
             place.leave()
     for place in others:
         place.leave()
-    # The connections of a trusted proxy belong to many clients.
+    # A trusted proxy may have more connections than one client, because its connections belong to many clients.
     assert aborted(some(enter, connections, *["10.0.0.1"] * 5)) == [False] * 5
 
 
@@ -115,7 +116,8 @@ def test_a_new_connection_is_refused_if_all_are_busy(enter: Enter) -> None:
     for place in places:
         place.connection.is_busy = True  # type: ignore[union-attr,misc]
     assert enter(connections) is None
-    # One search looks at few connections, and the next search at others.
+    # One search checks MAX_LOOKS connections, and the next search goes on after them. So only the fourth search finds the idle
+    # connection.
     places[MAX_LOOKS * 3].connection.is_busy = False  # type: ignore[union-attr,misc]
     assert [enter(connections) is not None for _ in range(3)] == [False, False, True]
 
@@ -150,7 +152,7 @@ def test_clients_behind_a_proxy_share_no_cap() -> None:
         end()
     assert begin("192.0.2.1") is not None
     assert begin("192.0.2.1") is not None
-    # All others are counted by their connections.
+    # Requests that do not come through a trusted proxy are not counted, because their connections are counted.
     assert [begin("192.0.2.1", one) for one in (Transport("192.0.2.9"), Transport(), None)] == [None] * 3
 
 
@@ -159,7 +161,7 @@ def test_clients_behind_a_proxy_share_no_cap() -> None:
 
 @contextlib.asynccontextmanager
 async def small_gateway(folder: Path, **settings: object) -> AsyncIterator[Gateway]:
-    """A gateway that may open few files."""
+    """Run a gateway that may open few files."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nulimit -S -n 256\nulimit -H -n {FILES}\nexec {sys.executable} "$@"\n')
     python.chmod(0o700)
@@ -188,7 +190,7 @@ async def idle_connections(
             sock = stack.enter_context(socket.socket())
             socks.append(sock)
             sock.setblocking(False)
-            # Another address of the loopback network, so that no cap of one client helps.
+            # Use many addresses of the loopback network, so that the limit of one client does not apply.
             sock.bind((f"127.0.1.{number % 250 + 1}", 0))
             async with asyncio.timeout(LIMIT_S):
                 await loop.sock_connect(sock, gateway.address)
@@ -200,13 +202,13 @@ async def idle_connections(
 SENT = (
     b"",
     b"GET /healthz HTTP/1.1\r\nHost: l",
-    # It is refused before its body has arrived.
+    # The gateway refuses this request before the body has arrived.
     b"POST /invoke/f HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n",
 )
 
 
 async def port_of(client: httpx.AsyncClient) -> int:
-    """Return the client's port in a request that must succeed."""
+    """Send a request, which must succeed. Return the client's port."""
     answer = await client.get("/v1/functions")
     assert answer.status_code == 200, answer.text
     return int(answer.extensions["network_stream"].get_extra_info("client_addr")[1])
@@ -242,7 +244,7 @@ async def test_handshakes_that_do_not_end_lock_nobody_out(
     state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(front, "most_connections", lambda: 32)
-    # Otherwise, the handshakes would end after this time.
+    # Let unfinished handshakes stay open for longer than the test, so that only the limit of connections closes them.
     monkeypatch.setattr(server, "HEADER_TIMEOUT_S", 2 * LIMIT_S)
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
@@ -258,6 +260,6 @@ async def test_handshakes_that_do_not_end_lock_nobody_out(
         httpx.AsyncClient(base_url=gateway.url, timeout=LIMIT_S, verify=trust) as fresh,
     ):
         assert (await fresh.get("/healthz")).status_code == 200
-        # The oldest ones were closed.
+        # The oldest connections were closed.
         with contextlib.suppress(ConnectionError):
             assert await asyncio.get_running_loop().sock_recv(idle[0], 100) == b""

@@ -30,7 +30,7 @@ ORIGINS = Origins(("10.0.0.0/8", "127.0.0.1", "fd00::/8"))
         # Only the last 32 addresses are read.
         ("10.0.0.1", [("X-Forwarded-For", "192.0.2.1" + ", 10.0.0.9" * 31)], "192.0.2.1"),
         ("10.0.0.1", [("X-Forwarded-For", "192.0.2.1"), ("X-Forwarded-For", ", 10.0.0.9" * 32)], "10.0.0.9"),
-        # The proxy adds only one of the headers, and the caller has sent the other one.
+        # The proxy adds only one of the two headers. The caller may have forged the other header, so neither is used.
         ("10.0.0.1", [("Forwarded", "for=6.6.6.6"), ("X-Forwarded-For", "192.0.2.1")], "10.0.0.1"),
     ],
 )

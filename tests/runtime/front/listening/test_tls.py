@@ -65,7 +65,7 @@ def files(tmp_path: Path) -> Files:
 
 
 async def served(url: str, trust: ssl.SSLContext) -> bytes:
-    """The certificate that a new connection is shown."""
+    """Return the certificate that the gateway shows to a new connection."""
     parts = httpx.URL(url)
     _, writer = await asyncio.open_connection(parts.host, parts.port, ssl=trust)
     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
@@ -173,7 +173,7 @@ async def test_a_renewed_certificate_is_served_and_a_broken_one_is_not(
         await until(refused, "a message about the broken certificate")
         files.chain.unlink()
         assert await served(gateway.url, files.trust) == new
-        # The connection from before has gone on.
+        # The connection from before the renewal still works.
         assert (await client.get("/healthz")).status_code == 200
 
 

@@ -26,14 +26,14 @@ FILES = sorted(path.name for path in console.FOLDER.iterdir())
 
 @pytest.fixture(scope="module", autouse=True)
 def _lines_come_sooner() -> Iterator[None]:
-    """A line each second, as in production, would make these tests wait."""
+    """Send lines more often than once a second, so that these tests do not wait."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(console, "EVERY_S", 0.25)
         yield
 
 
 async def lines(client: httpx.AsyncClient) -> AsyncIterator[dict[str, Any]]:
-    """Yield what a follower of the console is sent."""
+    """Yield the lines that a follower of the console receives."""
     async with (
         asyncio.timeout(LIMIT_S),
         client.stream("GET", "/v1/console", params={"follow": "1"}) as response,
@@ -61,9 +61,9 @@ async def test_the_page_loads_nothing_from_elsewhere(client: httpx.AsyncClient):
         assert "unsafe" not in policy
         assert "require-trusted-types-for 'script'" in policy
         assert response.headers["X-Content-Type-Options"] == "nosniff"
-        # The name of SVG is an address that nothing loads.
+        # Ignore the namespace of SVG, which looks like an address, but is not loaded.
         assert "://" not in response.text.replace("http://www.w3.org/2000/svg", ""), name
-        # The policy forbids scripts and styles inside the page.
+        # The policy forbids inline scripts and styles, so the files must not use them.
         assert not re.search(
             r"<script>|<style|style=|onclick=|innerHTML|outerHTML|insertAdjacentHTML|eval\(", response.text
         ), name
@@ -75,7 +75,7 @@ async def test_the_page_loads_nothing_from_elsewhere(client: httpx.AsyncClient):
 
 async def test_a_function_is_shown_with_its_rung_and_its_counts(deploy, gateway: Gateway, gate: Gate):
     function = await deploy(WAITS, {"scale.max": 3}, gate=gate)
-    # The worker of the deploy's check ends first.
+    # Wait for the end of the worker that has checked the deploy.
     await function.settled(ready=0)
     found = await row(gateway.client, function.name)
     assert (found["rung"], found["workers"]) == (
@@ -141,7 +141,7 @@ async def test_followers_share_the_rows(deploy, gateway: Gateway, monkeypatch: p
             await anext(one)
     for one in seen:
         await one.aclose()
-    # The first rows of each follower are not older than its request.
+    # Each follower may add one call, because its first rows must not be older than its request.
     assert 2 <= made.count(function.name) <= len(seen) + (time.monotonic() - began_s) / console.EVERY_S
 
 
@@ -183,7 +183,7 @@ async def test_a_stream_ends_when_its_key_is_revoked(state):
         seen = lines(gateway.client)
         assert (await anext(seen))["gateway"]["keyed"] is True
         await home.delete(f"/v1/keys/{made['id']}")
-        # It ends by itself, or `lines` runs into its limit.
+        # The stream must end by itself. Otherwise, `lines` raises TimeoutError.
         assert all(line["gateway"]["keyed"] for line in [line async for line in seen])
         assert (await gateway.client.get("/v1/console?follow=1")).status_code == 401
 

@@ -33,7 +33,7 @@ Visit = Callable[..., Any]
 
 @pytest.fixture(scope="module", autouse=True)
 def _lines_come_sooner() -> Iterator[None]:
-    """A line each second, as in production, would make these tests wait."""
+    """Send lines more often than once a second, so that these tests do not wait."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(console, "EVERY_S", 0.25)
         yield
@@ -47,7 +47,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def visit(browser: Browser, gateway: Gateway) -> AsyncIterator[Visit]:
-    """`await visit("#/usage", url=…, width=…)` opens the console. At the end, no page may have reported an error."""
+    """Yield a function: `await visit("#/usage", url=…, width=…)` opens the console. At the end, no page may have reported an error."""
     async with contextlib.AsyncExitStack() as stack:
         problems: list[str] = []
 
@@ -66,7 +66,8 @@ async def visit(browser: Browser, gateway: Gateway) -> AsyncIterator[Visit]:
                     problems.append(f"a request to {request.url}")
 
             page.on("pageerror", lambda error: problems.append(f"{error} {error.stack}"))
-            # A violation of the security policy is such a message, too. Refusals and a gateway that is gone are no errors of the page.
+            # The browser also reports violations of the security policy as such messages. Ignore failed loads: a refusal or a stopped
+            # gateway is no error of the page.
             page.on(
                 "console",
                 lambda said: (
@@ -93,7 +94,7 @@ async def test_without_functions_it_says_how_to_deploy_one(browser: Browser, vis
         await expect(page.get_by_role("heading", name="No function is deployed")).to_be_hidden()
         await gateway.client.delete(f"/v1/functions/{function.name}")
         await expect(page.get_by_role("link", name="greeter")).to_have_count(0)
-        # A gateway that ends gives the streams of open pages some more time.
+        # Close the page first. Otherwise the gateway waits for the page's stream before it ends.
         await page.close()
 
 
@@ -113,7 +114,7 @@ async def test_figures_and_charts_follow_what_happens(deploy, visit: Visit):
     await row.get_by_role("link").click()
     await expect(page.get_by_role("heading", level=1)).to_contain_text(function.name)
     await expect(page).to_have_title(f"{function.name} · pilotflame")
-    # The focus goes where the user goes.
+    # The focus moves to the content of the page that the link has opened.
     assert await page.evaluate("document.activeElement.id") == "main"
     chart = page.get_by_role("img", name="Requests per second")
     await expect(chart).to_have_attribute("aria-label", re.compile(r"all .*highest [1-9]"))
@@ -122,11 +123,11 @@ async def test_figures_and_charts_follow_what_happens(deploy, visit: Visit):
     cold = page.get_by_role("table", name="Cold starts by phase")
     one = (await function.status())["latest_cold_starts"][-1]
     shown = await cold.get_by_role("row", name="cold start").inner_text()
-    # The mean adds up other roundings of the same phases.
+    # Allow a tolerance, because the mean adds up phases that were rounded in another way.
     figures = [float(text.removesuffix(" ms")) for text in shown.split("\t") if text.endswith(" ms")]
     tolerance = 0.11 if one["cold_start_ms"] < 9.95 else 1.1
     assert figures == pytest.approx([one["cold_start_ms"]] * 2, abs=tolerance)
-    # The waterfall: the phase begins where the ones before it have ended.
+    # In the waterfall, a phase begins where the earlier phases have ended.
     restore = next(phase for phase in one["phases"] if phase["name"] == "restore")
     part = cold.get_by_role("img", name="restore:").locator("rect")
     begins = 100 * restore["start_ms"] / one["total_ms"]
@@ -154,7 +155,7 @@ async def test_the_line_of_requests_is_whole_and_begins_before_the_page_and_a_re
         chart = page.get_by_role("img", name="Requests per second")
         await expect(chart).to_have_attribute("aria-label", re.compile(r"all 0.*highest [1-9]"))
         line = chart.locator("path.line").first
-        # From the first point to the right edge, without a gap where the page was opened.
+        # The path has only one M, so the line has no gap where the page was opened. The line ends at the right edge.
         await expect(line).to_have_attribute("d", re.compile(r"^M[^M]+$"))
         drawn = await line.get_attribute("d") or ""
         right = float((await chart.get_attribute("width")) or 0)
@@ -224,7 +225,7 @@ async def test_a_function_is_called_by_a_form_of_its_schema(deploy, visit: Visit
     said = json.loads(await answer.inner_text())["said"]
     assert said == {"name": "Ada", "times": 2, "tone": "loud", "tags": ["a"]}
     await expect(page.get_by_role("status").filter(has_text="200 ·")).to_be_visible()
-    # A refusal is an answer too, and a field that is not JSON is not sent.
+    # A refusal is shown as an answer. A field that is not JSON is not sent.
     await page.get_by_label("name").fill("x" * 20)
     await page.get_by_label("tags").fill("[1]")
     await page.get_by_role("button", name="Send").click()
@@ -269,7 +270,7 @@ async def test_people_talk_to_a_language_model(deploy, visit: Visit, gate: Gate,
     await expect(
         page.get_by_role("status").filter(has_text=re.compile("first token after .* 2 tokens"))
     ).to_be_visible()
-    # The answer before is a part of the chat, and a piece is shown before the next one is there.
+    # The model gets 4 messages, because the chat includes its first answer. A piece is shown before the next piece is made.
     await page.get_by_label("Message", exact=True).fill("wait")
     await page.get_by_role("button", name="Send").first.click()
     await expect(messages).to_contain_text("4 0.5 formal")
@@ -329,7 +330,7 @@ async def test_a_job_has_a_page_with_its_output_and_its_lines(deploy, gateway: G
     await expect(page.get_by_label("Output")).to_contain_text('"mine"')
     await expect(page.get_by_text("seen mine")).to_be_visible()
     await expect(page.get_by_text("seen other")).to_have_count(0)
-    # A line of the function's log leads to all lines of its request.
+    # A line of the function's log has a link to all lines of its request.
     await page.get_by_role("link", name="Log", exact=True).click()
     await page.locator("li", has_text="seen other").get_by_role("link").click()
     await expect(page.get_by_text("seen other")).to_be_visible()
@@ -549,7 +550,7 @@ async def test_a_key_is_asked_for_and_kept_in_the_tab_alone(visit: Visit, state:
         assert await page.get_by_role("link", name="theirs").count() == 0
         kept = "[localStorage.length, document.cookie, Object.values(sessionStorage).length]"
         assert await page.evaluate(kept) == [0, "", 1]
-        # What the key does not allow is not offered.
+        # The page does not offer actions that the key does not allow.
         await page.get_by_role("link", name="mine").click()
         await expect(page.get_by_role("button", name="Restart…")).to_be_hidden()
         await page.get_by_role("link", name="Revisions").click()
@@ -619,7 +620,7 @@ async def test_everything_is_reached_and_done_with_the_keyboard(deploy, visit: V
     assert len(seen) == len(set(seen)) == wanted, seen
     assert set(outlines) == {"solid"}
     assert seen[0] == "Skip to the content"
-    # Sorted with the keys, and told to screen readers.
+    # The keyboard sorts the table, and `aria-sort` tells screen readers the order.
     await page.get_by_role("button", name="Workers").focus()
     await page.keyboard.press("Enter")
     await expect(page.get_by_role("columnheader", name="Workers")).to_have_attribute(
@@ -627,7 +628,7 @@ async def test_everything_is_reached_and_done_with_the_keyboard(deploy, visit: V
     )
     await page.keyboard.press("Enter")
     await expect(page.get_by_role("columnheader", name="Workers")).to_have_attribute("aria-sort", "ascending")
-    # Figures change meanwhile; the focus stays.
+    # The focus stays on the link while the figures change.
     link = page.get_by_role("link", name=function.name)
     await link.focus()
     await function.answer(1)
@@ -657,13 +658,13 @@ async def test_axe_finds_nothing(deploy, gateway: Gateway, visit: Visit, width: 
             await expect(page.get_by_text("Loading…")).to_have_count(0)
         found = await Axe().run(page)
         assert found.violations_count == 0, (place, found.generate_report())
-        # Nothing is cut: only tables and the log may be scrolled sideways, each by itself.
+        # The page itself does not scroll sideways. Only its tables and the log may.
         assert await page.evaluate("document.documentElement.scrollWidth") <= width, place
     await page.get_by_role("button", name="Restart…").click()
     found = await Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
     await page.keyboard.press("Escape")
-    # The places that the navigation lists.
+    # Check the other pages that the navigation lists.
     listed = page.locator("#places a:not([hidden])[href^='#/']")
     for place in await listed.evaluate_all("links => links.map(link => link.hash)"):
         await page.goto(f"{gateway.url}/console{place}")
@@ -675,7 +676,7 @@ async def test_axe_finds_nothing(deploy, gateway: Gateway, visit: Visit, width: 
 async def test_charts_have_names_before_they_have_figures(deploy, gateway: Gateway, visit: Visit):
     function = await deploy(ECHO)
     page = await visit()
-    # No answer: the charts stay as they were made.
+    # Do not answer the request for figures, so the charts stay without figures.
     await page.route("**/load?*", lambda _route: None)
     await page.goto(f"{gateway.url}/console#/functions/{function.name}/decisions")
     await expect(page.locator("svg[role=img]").first).to_be_visible()

@@ -16,7 +16,7 @@ from pilotflame.runtime.plugins.predictions.cog_version import COG_VERSION
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ECHO = "def handler(event: int) -> int:\n    return event"
-# Runs the page's script in Node with as much of a document as it uses. Prints what a user would see.
+# Runs the page's script in Node, with stand-ins for the parts of the DOM that the script uses. Prints what a user would see.
 BROWSER = r"""
 class Element {
   constructor(name) {
@@ -81,7 +81,7 @@ async def test_the_page_loads_nothing_from_elsewhere(client: httpx.AsyncClient):
         assert "unsafe" not in policy
         assert response.headers["X-Content-Type-Options"] == "nosniff"
         assert "://" not in response.text
-    # The policy forbids scripts and styles inside the page.
+    # The policy forbids inline scripts and styles, so the files must not use them.
     assert not re.search(r"<script>|<style|style=|onclick|innerHTML", "".join(one.text for one in found[:3]))
 
 

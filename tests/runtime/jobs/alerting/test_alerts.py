@@ -26,7 +26,7 @@ NETWORKS = ("127.0.0.0/8",)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
-    """A gateway that may call this machine."""
+    """Yield a gateway whose webhooks may call this machine."""
     with short_folder() as folder:
         async with gateway_here(folder / "state", drain_s=5.0, webhook_networks=NETWORKS) as found:
             yield found
@@ -40,7 +40,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls are enough for an alert, and nothing keeps the next alert back."""
+    """Let two calls be enough for an alert, without a pause before the next alert."""
     monkeypatch.setattr(conditions, "MIN_CALLS", 2)
     monkeypatch.setattr(conditions, "PAUSE_S", 0.0)
 

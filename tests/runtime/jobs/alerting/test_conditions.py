@@ -19,7 +19,9 @@ CALLS = st.lists(st.tuples(st.floats(0, 40), st.booleans()), max_size=60)
 
 
 def run(condition: ErrorShare, calls: list[tuple[float, bool]]) -> list[tuple[float, bool]]:
-    """Return (time, begun) of each change, with `due_s` followed as a timer would."""
+    """Note the calls, and look at the condition after each call and at each `due_s`, as a timer would. Return (time, begun) of each
+    change.
+    """
     now_s, changes = 0.0, []
 
     def look() -> None:
@@ -50,7 +52,7 @@ def test_changes_alternate_with_a_pause_and_every_alert_ends(
     changes = run(condition, calls)
     assert [begun for _, begun in changes] == [index % 2 == 0 for index in range(len(changes))]
     assert all(later - sooner >= pause_s - 1e-6 for (sooner, _), (later, _) in pairwise(changes))
-    # When nothing more can happen, no call is in the window, so no alert is left.
+    # `run` goes on until the window has no calls, so the last alert must have ended.
     assert not condition.begun
 
 
@@ -130,7 +132,7 @@ def test_the_latest_cold_start_of_all_gateways_decides() -> None:
     here.hear(20.0, [there.report(1002.0)])
     assert here.changed(20.0)
     assert here.figures() == {"value": 9.0, "limit": 5.0, "request_id": "q2"}
-    # Without news, it stays the latest one.
+    # Without newer reports, the cold start of the other gateway stays the latest.
     here.hear(2000.0, [])
     assert here.holds(2000.0)
     assert there.report(2000.0) == ()

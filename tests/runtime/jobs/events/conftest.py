@@ -18,7 +18,7 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    """Yield the endpoint of moto. The environment holds credentials for it and no other AWS settings."""
+    """Yield the endpoint of moto. The environment has credentials for moto and no other AWS settings."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.upper().startswith(("AWS_", "BOTO_"))]:
             patch.delenv(name)
@@ -81,7 +81,7 @@ def sqs(moto: str) -> Iterator[Any]:
 
 @pytest.fixture
 def queue(sqs: Any) -> Callable[..., Queue]:
-    """`queue(RedrivePolicy=…)`: a new queue."""
+    """Return a function: `queue(RedrivePolicy=…)` creates a queue."""
 
     def make(**attributes: str) -> Queue:
         suffix = ".fifo" if "FifoQueue" in attributes else ""

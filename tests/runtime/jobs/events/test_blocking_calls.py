@@ -1,4 +1,4 @@
-"""Blocking calls in threads: their result is returned, and that of an abandoned call is handed over."""
+"""Blocking calls in threads: the caller gets the result, and a callback gets the result of an abandoned call."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ async def test_the_result_of_an_abandoned_call_is_handed_over(ended_first: bool)
         go.wait(20)
         return 7
 
-    # Abandoned calls of other tests may still run.
+    # Wait only for new threads, because abandoned calls of other tests may still run.
     others = set(threading.enumerate())
     waiting = asyncio.create_task(call_in_thread(work, on_abandoned))
     await asyncio.sleep(0)
     if ended_first:
-        # The call ends, and the caller is cancelled before the event loop sees the result.
+        # End the call now. The caller is cancelled before the event loop sees the result.
         go.set()
         for thread in set(threading.enumerate()) - others:
             thread.join(20)

@@ -58,7 +58,7 @@ async def gateway(moto: str) -> AsyncIterator[Gateway]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message whose job has failed comes back at once."""
+    """Make a message visible again at once after its job has failed."""
     monkeypatch.setattr(SqsSource, "backoff_s", 0)
 
 
@@ -119,7 +119,7 @@ async def test_a_body_that_is_not_json_is_text(deploy, gate: Gate, queue) -> Non
 
 
 async def test_json_of_python_is_no_text_and_no_rounded_number(deploy, gate: Gate, queue) -> None:
-    """A handler gets the value that json.loads reads, or its job fails by name."""
+    """A handler gets a large integer exactly. A body that only Python's json.loads accepts makes the job fail with a clear error."""
     dead = queue()
     mine = queue(RedrivePolicy=json.dumps({"deadLetterTargetArn": dead.arn, "maxReceiveCount": 1}))
     handler = "from gate import wait\n\ndef handler(event: object) -> None:\n    wait(str(event))\n"
@@ -218,7 +218,7 @@ async def test_the_messages_of_a_group_run_in_their_order(deploy, gate: Gate, qu
     await deploy(HANDLER, {**source(mine), "concurrency": 8, "scale.max": 1}, gate=gate, check=False)
     first = {arrival.word: arrival for arrival in [await gate.next(), await gate.next()]}
     assert sorted(first) == ["a1", "b1"]
-    # Group b runs to its end while a1 runs; no message of its group has started.
+    # While a1 runs, all messages of group b run, and the other messages of group a wait.
     first["b1"].go()
     for word in ("b2", "b3"):
         arrival = await gate.next()
@@ -248,7 +248,7 @@ def handler(event):
 async def test_the_messages_behind_a_failed_one_wait_for_it(
     deploy, gate: Gate, queue, tmp_path, monkeypatch
 ) -> None:
-    # While a poll waits, moto does not notice that a group has become free.
+    # Use short polls, because moto does not notice during a poll that a group has become free.
     monkeypatch.setattr("pilotflame.runtime.plugins.sqs.queue.POLL_S", 1)
     mine = queue(**ORDERED)
     for word in "1234":
@@ -316,7 +316,7 @@ async def test_a_message_whose_output_cannot_be_stored_now_is_not_deleted(
     line = await function.logged("EndpointConnectionError")
     assert "left to the queue" in line["text"]
     health = (await function.client.get(f"/v2/{function.name}/health")).json()
-    # The job did not run again.
+    # The message was received twice, but its job has run only once.
     assert health["jobs"]["completed"] == 1
 
 
@@ -383,7 +383,7 @@ async def test_messages_of_a_deleted_function_are_released(deploy, gate: Gate, q
     assert mine.bodies == ['"one"', '"two"']
     running.go()
     assert (await deleting).status_code < 300
-    # A new function with the name gets the messages.
+    # A new function with the same name gets the released messages.
     await deploy(HANDLER, settings, gate=gate, name=function.name, check=False)
     gate.open()
     await until(mine.empty, "both messages are deleted")
@@ -435,7 +435,7 @@ async def test_a_source_tells_its_state_its_lag_and_what_became_of_its_messages(
         (found,) = (await function.status())["sources"]
         return (found["state"], found["lag_s"], found["last_error_at"]) == ("connected", 0.0, None)
 
-    # The first receive does not wait for messages, so this takes no 20 s.
+    # The first receive is not a long poll of 20 s, so the source is connected at once.
     await until(connected, "the answer of an empty queue")
     await mine.send('"boom"')
     await mine.send('"fine"')
@@ -463,7 +463,7 @@ async def test_a_source_tells_its_state_its_lag_and_what_became_of_its_messages(
 
 
 async def test_malformed_responses_are_logged_and_end_nothing(deploy, queue) -> None:
-    # The deploy gets the first.
+    # The check of the deploy gets the first answer.
     answers = [b"{}", b'{"Messages":[{}]}', b'{"Messages":7}', b'{"Messages":[{"MessageId":"a","ReceiptHandle":"b","Body":"1",'
                b'"Attributes":{"ApproximateReceiveCount":"many"}}]}', b"[]", b"nonsense"]  # fmt: skip
     async with nonsense(answers) as url:
@@ -639,13 +639,13 @@ async def test_an_unexpected_error_does_not_end_the_gateway() -> None:
     settings = FunctionSettings(name="broken")
     source = SqsSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/broken")
     async with asyncio.timeout(20), BackgroundTasks() as tasks:
-        # Jobs are missing, so submitting fails too.
+        # The consumer gets None instead of jobs, so that submitting also fails.
         consumer = Consumer(
             settings, source, cast("Any", None), broken, broken, logged.append, lambda _backlog: None, ANY
         )  # fmt: skip
         consumer.start(tasks)
         await broken.asked.wait()
-        # Each line is logged by another task of this group.
+        # Other tasks of this group log the lines. Let them run until all lines are logged.
         while consumer._messages.latest or len(logged) < 3:
             await asyncio.sleep(0)
         await consumer.close(1.0)
@@ -689,7 +689,7 @@ async def test_a_message_runs_again_after_its_gateway_was_killed(
 ) -> None:
     mine = queue()
     async with gateway_process(state) as gateway:
-        # With one message in progress, no poll waits at the queue when the gateway dies.
+        # With a concurrency of 1, no poll waits at the queue when the gateway is killed. Such a poll could take the message again.
         await gateway.deploy(HANDLER, source(mine, concurrency=1), gate=gate)
         await mine.send('"survives"')
         await gate.next("survives")
@@ -697,7 +697,7 @@ async def test_a_message_runs_again_after_its_gateway_was_killed(
         gateway.process.kill()
         await gateway.process.wait()
     [message] = mine.messages
-    # Its visibility timeout ends.
+    # End the visibility timeout, so that the next gateway can receive the message.
     message.visible_at = 0
     async with gateway_process(state):
         (await gate.next("survives")).go()

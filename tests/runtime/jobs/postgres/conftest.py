@@ -13,7 +13,7 @@ from postgres import join
 
 @pytest_asyncio.fixture
 async def make_store(postgres_url: str, clock: Clock) -> AsyncIterator[MakeStore]:
-    """The leases of the earlier gateways have ended."""
+    """Yield a function that opens the store of a new gateway, and ends the leases of all earlier gateways."""
     stores: list[PostgresJobStore] = []
 
     async def make() -> PostgresJobStore:

@@ -74,7 +74,7 @@ calls = st.one_of(
         st.tuples(ids, fences, st.integers(1, 3), st.lists(st.sampled_from([b"p", b"qq"]), max_size=3)),
     ),
     st.tuples(st.just("tell_logs"), st.tuples(ids, fences, st.just("line"))),
-    # These are run by themselves.
+    # The store runs each of these changes alone, not in a group.
     st.tuples(st.just("requeue"), st.tuples(ids, fences)),
     st.tuples(st.just("cancel"), st.tuples(st.sampled_from(FUNCTIONS), ids)),
     st.tuples(st.just("claim"), st.tuples(st.sampled_from(FUNCTIONS))),
@@ -102,7 +102,7 @@ LIFE: list[Call] = [
 
 
 class Twin:
-    """A store, and what it tells."""
+    """A store, and the changes that it reports after commits."""
 
     def __init__(self, url: str, clock: Clock, together: Any) -> None:
         self.url, self.clock = url, clock
@@ -114,7 +114,7 @@ class Twin:
     async def group(self, asked: Sequence[Call]) -> list[Any]:
         """Make calls that the store commits as one group. Return their results and errors."""
         free = threading.Event()
-        # The writer runs this first, while the calls are queued.
+        # Keep the writer busy while the calls are queued.
         first = asyncio.create_task(self.store._database.write(lambda _connection: free.wait(5)))
         await asyncio.sleep(0)
         made = [asyncio.create_task(self.call(*call)) for call in asked]
@@ -137,7 +137,7 @@ class Twin:
         return method(*arguments)
 
     def rows(self) -> dict[str, list[Any]]:
-        """Return all rows. The numbers of jobs are replaced by their order."""
+        """Return all rows. Replace the numbers of jobs by their order, because the numbers of two stores may differ."""
         with psycopg.connect(self.url, row_factory=psycopg.rows.dict_row) as connection:
             found = {
                 table: connection.execute(f"SELECT {columns} FROM {table}".encode()).fetchall()

@@ -28,11 +28,11 @@ Two = tuple[PostgresJobStore, PostgresJobStore]
 
 
 class TestJobStore(JobStoreTests):
-    """The store on PostgreSQL. conftest.py has its fixtures."""
+    """Runs the tests of all stores on PostgreSQL. conftest.py has the fixtures."""
 
 
 class TestJobStoreWithFiles(JobStoreTests):
-    """The same with large bodies for all of more than one byte."""
+    """Runs the same tests, but stores all bodies of more than one byte as large bodies."""
 
     @pytest.fixture(autouse=True)
     def files(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ class TestJobStoreWithFiles(JobStoreTests):
 
 
 class PostgresMachine(StoreMachine):
-    """The store on PostgreSQL, in a schema of its own for each run."""
+    """Compares the store on PostgreSQL with the model. Each run has its own schema."""
 
     server: ClassVar[PostgresServer]
 
@@ -65,12 +65,12 @@ def test_any_sequence_of_calls_follows_the_model(postgres: PostgresServer) -> No
     run_state_machine_as_test(PostgresMachine, settings=limits)
 
 
-# -- several gateways that live
+# -- several live gateways
 
 
 @pytest_asyncio.fixture
 async def two(make_store: MakeStore, postgres_url: str) -> Two:
-    """Two gateways, which both have a lease."""
+    """Return the stores of two gateways, which both have a lease."""
     one, other = await make_store(), await make_store()
     join(postgres_url, one.incarnation, alone=False)
     return one, other
@@ -81,7 +81,7 @@ async def test_gateways_claim_different_jobs(two: Two, clock: Clock) -> None:
     for number in range(10):
         await one.submit(new_job(body=b"%d" % number, owner=f"o{number % 3}"))
     claims = [await store.claim("tone", 3, clock.now_s) for store in (one, other, one, other, one)]
-    # A gateway gets the jobs that it has claimed again, unless it names them as known.
+    # Each further claim of a gateway returns its claimed jobs again, unless the gateway names them as known.
     assert claims[0] == claims[2] == claims[4]
     assert claims[1] == claims[3]
     claimed = [job.id for job in claims[0] + claims[1]]
@@ -120,7 +120,7 @@ async def test_the_jobs_of_a_dead_gateway_are_free_and_those_of_a_live_one_are_n
     assert await other.requeue_dead() == (1, 1)
     assert await third.requeue_dead() == (0, 0)
     assert {job.id for job in await third.claim("tone", 10, clock.now_s)} == {jobs[1].id, jobs[2].id}
-    # The dead gateway was only slow, and the job has not begun again.
+    # The gateway without a lease was only slow. It may still end the second job, which has not begun again. The first job has failed.
     assert not await one.finish(jobs[0].id, 1, DONE)
     assert await one.finish(jobs[1].id, 1, DONE)
     assert await third.take(jobs[1].id, "w") is None
@@ -141,7 +141,7 @@ async def test_limits_hold_over_all_gateways(two: Two) -> None:
 
 
 async def test_newer_jobs_are_in_the_order_of_the_commits(two: Two) -> None:
-    """A caller that reads what is newer than the last job it knows misses none."""
+    """A caller that repeatedly reads the jobs after the last job that it knows misses no job."""
     first, _ = await two[0].submit(new_job())
     seen = [first.id]
 
@@ -160,7 +160,7 @@ async def test_newer_jobs_are_in_the_order_of_the_commits(two: Two) -> None:
 
 
 async def test_a_server_that_is_killed_loses_nothing_and_does_nothing_twice(clock: Clock) -> None:
-    """Callers repeat what failed, with the same id. Each answer that they got stays true."""
+    """Callers repeat failed calls with the same job id. All results that a caller has received stay valid."""
     with postgres_server() as server:
         server.stop()
         server.start("fsync=on", "synchronous_commit=on")
@@ -201,7 +201,7 @@ async def test_a_server_that_is_killed_loses_nothing_and_does_nothing_twice(cloc
 async def test_a_lost_answer_to_a_commit_keeps_what_was_stored(
     store: PostgresJobStore, monkeypatch: pytest.MonkeyPatch, inline: int
 ) -> None:
-    """The change runs again, finds what it has stored, and deletes none of it."""
+    """The change runs again, finds the rows and bodies of its first run, and deletes none of them."""
     monkeypatch.setattr(large_bodies, "MOST_INLINE_BYTES", inline)
     real, lost = PostgresJobsConnection.execute, list[str]()
 

@@ -46,7 +46,7 @@ def due(connection: sqlite3.Connection, now_s: float, **how: object) -> list[Del
 
 
 def sent(host: str, job_id: str = "job-9", owner: str = "") -> Delivery:
-    """A delivery that is being sent."""
+    """Return a delivery that is being sent."""
     return Delivery(
         "msg",
         f"job:{job_id}",
@@ -159,7 +159,7 @@ def test_owners_share_hosts_and_requests(connection: sqlite3.Connection) -> None
     outbox.add(connection, job("http://c/", id="job-c", owner="c"), "start", 1.0)
     found = due(connection, 2.0, most=12, most_per_host=6)
     assert [delivery.owner for delivery in found] == ["flood", "b", "c", "flood", "flood", "flood", "flood"]
-    # What an owner has in flight counts.
+    # Deliveries that are being sent count for their owner, so the next delivery is of another owner.
     (first, *_) = due(connection, 2.0, most=40, sending=[sent("http://d", owner="flood")] * 9)
     assert first.owner == "b"
 
@@ -304,7 +304,7 @@ def test_a_new_output_replaces_the_pending_one(connection: sqlite3.Connection) -
     assert b'"output":3' in last.body
     assert last.id != first.id
     assert (last.attempts, len(last.log)) == (1, 1)
-    # The first was on its way when the second replaced it.
+    # The first delivery was being sent when a newer output replaced it, so its result is not recorded.
     assert record(connection, first.id, ACCEPTED, 10.0) is None
     record(connection, last.id, ACCEPTED, 10.0)
     outbox.add(connection, job(progress=b"4"), "output", 11.0)

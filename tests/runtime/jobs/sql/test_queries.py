@@ -15,7 +15,7 @@ BOTH = ("tone", "echo")
 async def test_a_job_is_found_by_callers_of_its_function(store: SqliteJobStore) -> None:
     job, _ = await store.submit(new_job(wanted_id="mine"))
     assert await store.find("mine", BOTH.__contains__, BOTH) == job
-    # A job of a deleted function.
+    # The job is also found if its function was deleted.
     assert await store.find("mine", BOTH.__contains__, ()) == job
     for job_id, allowed in (("mine", ("echo",)), ("other", BOTH), ("\udcff", BOTH), ("x" * 10_000, BOTH)):
         with pytest.raises(UnknownJob):
@@ -82,7 +82,7 @@ async def test_jobs_are_listed_from_the_newest_on_in_pages(store: SqliteJobStore
     assert await store.newer_ids(BOTH, 3, "1") == ["2", "3", "4"]
     assert await store.newer_ids(("tone",), 3, "0", owner="b") == ["4"]
     assert await store.newer_ids(BOTH, 3, "none") == []
-    # A job of another function, of another owner, and one that there is not.
+    # `before` is a job of another function, a job of another owner, and an unknown job.
     for functions, owner, before in ((("echo",), "a", "0"), (BOTH, "b", "0"), (BOTH, "a", "none")):
         with pytest.raises(UnknownJob):
             await store.latest(functions, 4, before, owner)

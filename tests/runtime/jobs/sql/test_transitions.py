@@ -16,7 +16,7 @@ from pilotflame.runtime.jobs.sqlite.store import SqliteJobStore
 
 
 class SqliteMachine(StoreMachine):
-    """The store on SQLite, and its files."""
+    """Compares the store on SQLite with the model. At the end, the rows must name all files of large bodies."""
 
     def make_store(self) -> SqliteJobStore:
         self.database = Database(self.folder / "jobs.db", SCRIPTS)
@@ -35,7 +35,7 @@ TestStore = SqliteMachine.TestCase
 
 
 class FilesMachine(SqliteMachine):
-    """The same with files for all bodies of more than a few bytes."""
+    """Does the same, but stores all bodies of more than two bytes in files."""
 
     most_inline = 2
 
@@ -51,7 +51,7 @@ async def test_a_transaction_expires_more_jobs_until_its_time_is_up(
     for _ in range(5):
         await store.submit(new_job(ttl_s=1.0))
     clock.now_s += 2.0
-    # Each look at the clock takes `step_s`.
+    # Each call of `monotonic` returns a time that is later by `step_s`.
     monkeypatch.setattr(transitions.time, "monotonic", count(0.0, step_s).__next__)
     assert [await store.expire(100) for _ in handled] == handled
     assert await store.expire(100) == 0

@@ -29,7 +29,7 @@ async def test_a_turn_is_of_one_priority_and_delayed_jobs_have_their_owners_plac
     late = await submitted(store, "a", 2, priority=1)
     first, second = await submitted(store, "b", 2)
     other = await submitted(store, "c", 1)
-    # A repeated attempt of the oldest job of b.
+    # Queue the oldest job of b for another attempt, after a delay.
     fence = await store.take(first)
     assert fence is not None
     await store.requeue(first, fence, FAILED, 1.0, counted=True)

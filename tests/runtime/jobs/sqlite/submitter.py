@@ -30,7 +30,7 @@ async def submit(store: SqliteJobStore, caller: int) -> None:
 
 
 async def main() -> None:
-    # Some bodies are files.
+    # Store some bodies in files.
     large_bodies.MOST_INLINE_BYTES = 3
     database = Database(Path(sys.argv[1]), SCRIPTS)
     database.open()

@@ -1,4 +1,4 @@
-"""The database: acknowledged writes are on the disk; a failed one harms no other and no later one."""
+"""The database: acknowledged writes are on the disk, and a failed write harms no other write."""
 
 import asyncio
 import os
@@ -57,7 +57,7 @@ async def together(database: Database, *changes: object) -> list[object]:
     holding = asyncio.ensure_future(database.write(held))
     await asyncio.to_thread(held.reached.wait, 20)
     asked = [asyncio.ensure_future(database.write(change)) for change in changes]  # type: ignore[arg-type]
-    # Each task queues its change.
+    # Let each task queue its change.
     await asyncio.sleep(0)
     held.go.set()
     await holding
@@ -292,7 +292,9 @@ async def test_a_full_disk_is_reported_and_writes_succeed_once_there_is_room(sma
 
 
 async def test_a_read_sees_one_state_of_the_file(database: Database) -> None:
-    """Otherwise a list that is read state by state lacks the jobs that change their state meanwhile."""
+    """A list of jobs is read with one query for each job state. If the queries saw different versions of the file, the list could lack
+    jobs whose state changes meanwhile.
+    """
     held = Held()
 
     def twice(connection: sqlite3.Connection) -> list[list[bytes]]:
@@ -309,7 +311,7 @@ async def test_a_read_sees_one_state_of_the_file(database: Database) -> None:
 
 
 def _deny_transaction_ends(connection: sqlite3.Connection) -> None:
-    """From here on the connection can neither commit nor roll back, as on a disk that fails."""
+    """Make all commits and rollbacks of the connection fail, as on a disk that fails."""
 
     def allow(action: int, argument: str | None, *_: object) -> int:
         ends = action == sqlite3.SQLITE_TRANSACTION and argument in ("COMMIT", "ROLLBACK")
@@ -353,7 +355,7 @@ async def test_a_database_that_cannot_be_opened_again_refuses_until_it_can(
 
 
 async def test_a_failure_after_the_commit_ends_no_thread(tmp_path: Path) -> None:
-    """The look at a disk that is gone raises OSError."""
+    """`on_written`, which looks at the disk, raises OSError, as on a disk that is gone."""
     failing = True
 
     def look(_failed: bool) -> None:
@@ -384,7 +386,7 @@ async def test_nothing_is_written_between_a_change_and_what_follows_its_commit(d
             database.write(lambda _: done.append("change"), at_commit=lambda: done.append("committed"))
         )
         tasks.create_task(database.write(lambda _: done.append("later")))
-        # Each task queues its change.
+        # Let each task queue its change.
         await asyncio.sleep(0)
         held.go.set()
     assert done == ["later", "change", "committed"]

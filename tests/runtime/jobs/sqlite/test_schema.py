@@ -33,7 +33,7 @@ async def test_an_owners_few_jobs_are_found_by_an_index(
         await database.read(lambda connection, said=said: connection.set_trace_callback(said.append))
         await database.write(lambda connection, said=said: connection.set_trace_callback(said.append))
         await asked()
-        # Only the statements that name the owner: the others do not look for jobs.
+        # Check only statements that name the owner, because the other statements do not search for jobs.
         plans = [
             await database.read(lambda connection, text=text: _plan(connection, text))
             for text in said
@@ -44,7 +44,7 @@ async def test_an_owners_few_jobs_are_found_by_an_index(
 
 
 async def test_a_file_of_an_earlier_version_gets_incarnations_and_sizes(tmp_path: Path, clock: Clock) -> None:
-    """Its running jobs belong to no gateway that lives, so they are queued again. Their bytes are counted as before."""
+    """The running jobs belong to no live gateway, so they are queued again. The sizes of all jobs are computed from their bodies."""
     path = tmp_path / "jobs.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(f"{SCRIPTS[11]}; PRAGMA user_version=12;")
@@ -92,7 +92,7 @@ def _plan(connection: sqlite3.Connection, statement: str) -> str:
 async def test_nothing_scans_a_table(
     store: SqliteJobStore, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks SQLite's query plan of each statement of a call."""
+    """Check SQLite's query plan of each statement of a call."""
     plans: list[str] = []
 
     class Explained:

@@ -38,11 +38,11 @@ from pilotflame.runtime.jobs.stored.job import JobCounts, JobState, Webhook
 
 
 class TestJobStore(JobStoreTests):
-    """The store on SQLite. conftest.py has its fixtures."""
+    """Runs the tests of all stores on SQLite. conftest.py has the fixtures."""
 
 
 class TestJobStoreWithFiles(JobStoreTests):
-    """The same with files for all bodies of more than one byte."""
+    """Runs the same tests, but stores all bodies of more than one byte in files."""
 
     @pytest.fixture(autouse=True)
     def files(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ class TestJobStoreWithFiles(JobStoreTests):
 
 
 async def test_an_owner_leaves_places_in_the_queue_for_others(store: SqliteJobStore) -> None:
-    """An owner may queue 9 times as many jobs, and as many bytes, as there is room for then."""
+    """An owner may queue up to 9 times as many jobs, and as many bytes, as the queue can still take after that."""
     for _ in range(90):
         await store.submit(new_job(owner="greedy", max_queued=100))
     with pytest.raises(QueueFull, match="your 90 jobs"):

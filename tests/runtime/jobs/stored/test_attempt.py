@@ -44,7 +44,7 @@ def handler(event):
 
 @pytest.fixture
 def store(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> JobStore:
-    """The gateway's store, with short delays between repeated calls."""
+    """Return the gateway's store. Set short delays between repeated calls."""
     monkeypatch.setattr(attempt, "STORE_RETRY_S", 0.001)
     monkeypatch.setattr(attempt, "BACKOFF_S", 0.001)
     assert gateway.server is not None
@@ -164,7 +164,7 @@ async def test_the_stream_of_a_lost_job_is_stopped(deploy, gate: Gate, store: Jo
     job = await run(function)
     await gate.next("at work")
     await seen(function, job, lambda found: found.get("pieces"))
-    # The dispatcher does not know.
+    # End the job in the store alone, so that the dispatcher does not notice.
     assert await store.finish(job, 1, JobOutcome(JobState.CANCELLED))
     await gate.next("stopped")
     assert (await ended(function, job))["status"] == "CANCELLED"
@@ -231,7 +231,7 @@ async def test_a_retired_revision_refuses_and_fails_what_it_gets(deploy, gateway
     late = Invocation("late", b"1", now_s=moment_s, deadline_s=moment_s + 60, hold_until_s=moment_s + 60)
     with pytest.raises(RevisionRetired):
         revision.submit(late)
-    # A worker that ended returns it.
+    # Return the invocation, as a worker that has ended does.
     revision.on_returned(late)
     with pytest.raises(RevisionRetired):
         await late.output
@@ -245,7 +245,7 @@ async def test_an_invocation_that_returns_from_a_worker_waits_until_hold_until(d
         "back", b"1", now_s=moment_s, deadline_s=moment_s, hold_until_s=moment_s + 60, execution_s=30.0
     )
     gateway.server.functions.live(function.name).on_returned(back)
-    # No worker is ready yet.
+    # No worker is ready yet, so the invocation may wait until `hold_until_s`.
     assert back.deadline_s == back.hold_until_s
     assert (await back.output).payload == b"1"
 

@@ -49,7 +49,9 @@ class Echo:
 
 
 class SlowStore(SqliteJobStore):
-    """Awaits `meanwhile` after a read of the due jobs, before it returns them. Records what is read and unclaimed."""
+    """Awaits `meanwhile` after a read of the due jobs, before it returns them. Records the ids of the jobs that it returns, and of the
+    jobs that the dispatcher unclaims.
+    """
 
     meanwhile: Any = None
 
@@ -87,7 +89,7 @@ async def final(store: SqliteJobStore, job: Job) -> Job:
 def dispatcher_of(
     store: SqliteJobStore, revision: Echo, tasks: BackgroundTasks, full: Collection[str] = ()
 ) -> JobDispatcher:
-    """A dispatcher of the jobs of one revision. The owners in `full` have no room for results."""
+    """Return a dispatcher of the jobs of one revision. The owners in `full` may store no more results."""
     live: Any = SimpleNamespace(revision=revision, logs=LogChannel())
     return JobDispatcher(store, lambda _name: live, tasks, full.__contains__)
 
@@ -119,11 +121,11 @@ async def test_a_job_that_ends_during_a_read_does_not_run_again(database: Databa
         nonlocal reads
         reads += 1
         if reads == 1:
-            # Read again at once, while the first job runs.
+            # Make the dispatcher read again at once, while the first job runs.
             dispatcher.wake("tone")
         elif [job.id for job in found] == [first.id]:
             await final(store, first)
-            # The dispatcher sees its end meanwhile.
+            # Let the dispatcher notice the end of the first job before the read returns.
             await asyncio.sleep(0.01)
 
     store.meanwhile = second_read_is_slow
@@ -139,7 +141,7 @@ async def test_a_job_that_ends_during_a_read_does_not_run_again(database: Databa
 
 
 async def test_a_submitted_job_is_not_read_again(database: Database):
-    """Otherwise each end of a job would read the inputs of all jobs that are submitted and wait for a worker."""
+    """If submitted jobs were read again, each end of a job would read the inputs of all jobs that wait for a worker."""
     waiting = Waiting()
     store = SlowStore(database, keep_s=600.0)
     jobs = [(await store.submit(JOB))[0].id for _ in range(6)]
@@ -159,7 +161,7 @@ async def test_a_submitted_job_is_not_read_again(database: Database):
 
 
 class Waiting(Echo):
-    """A revision that completes an invocation when the test says so."""
+    """A revision that completes an invocation when the test calls `complete`."""
 
     def __init__(self) -> None:
         super().__init__()

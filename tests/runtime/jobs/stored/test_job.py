@@ -121,7 +121,7 @@ def test_a_job_waits_until_its_start_or_end_and_then_runs() -> None:
         job(started_s=started_s, ended_s=ended_s).durations_ms(110.0) for started_s, ended_s in times
     ]
     assert durations == [(10_000, 0), (5000, 5000), (5000, 2000), (4000, 0)]
-    # The clock was set back.
+    # If the clock was set back, no duration is negative.
     assert job(started_s=99.0).durations_ms(98.0) == (0, 0)
 
 

@@ -128,7 +128,7 @@ async def test_no_job_of_a_deleted_function_runs_on_the_next_function_of_its_nam
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(_jobs: Jobs, _function: str) -> None:
-        """Fail as `Jobs._forget` does if the store fails at the deletion."""
+        """Leave the jobs queued, as `Jobs._forget` does if the store fails."""
 
     async with gateway_here(state) as gateway, Gate(state.parent / "gate") as gate:
         function = await gateway.deploy(WAITS, {"scale.max": 1}, name="taken", gate=gate)
@@ -141,7 +141,7 @@ async def test_no_job_of_a_deleted_function_runs_on_the_next_function_of_its_nam
             await gateway.client.delete("/v1/functions/taken")
         await gateway.deploy(NEXT, name="taken")
         assert (await status(function, await run(function, 3), 60))["output"] == ["next", 3]
-        # The first one still waits for the gate.
+        # All jobs of the deleted function are cancelled. The handler of the first job still waits at the gate.
         for job in reversed(ids):
             found = await status(function, job, 20)
             assert (found["status"], found.get("output")) == ("CANCELLED", None)
@@ -154,7 +154,7 @@ async def test_a_job_that_is_stored_after_the_deletion_of_its_function_is_not_qu
 ) -> None:
     async with gateway_here(state) as gateway, Gate(state.parent / "gate") as gate:
         await gateway.deploy(WAITS, name="taken", gate=gate)
-        # It is stored when it ends, or its worker.
+        # A job whose caller waits is stored later: when it ends, when its worker ends, or after UNSTORED_S.
         waiting = asyncio.create_task(gateway.client.post("/v2/taken/runsync", json={"input": 0}))
         worker = (await gate.next("0")).pid
         await gateway.client.delete("/v1/functions/taken")
@@ -170,7 +170,7 @@ async def status(function: Function, job: str, wait_s: int = 0) -> dict[str, Any
 
 
 async def test_the_job_of_a_caller_does_not_wait_behind_all_jobs_of_another(state: Path) -> None:
-    """One caller has queued 300 jobs. The job of another one runs after a few of them."""
+    """One caller has queued 300 jobs. The job of another caller runs after a few of them."""
     async with gateway_here(state) as gateway, gateway.at_home() as home:
         source = "def handler(event):\n    return event\n"
         await gateway.deploy(source, {"scale.max": 1}, name="shared")
@@ -191,7 +191,7 @@ async def test_the_job_of_a_caller_does_not_wait_behind_all_jobs_of_another(stat
         jobs = gateway.server.jobs if gateway.server is not None else None
         assert jobs is not None
         started = {job_id: (await jobs.store.get("shared", job_id)).started_s for job_id in [lone, *many]}
-        # 0: it has not started yet.
+        # `started_s` is 0 if the job has not started.
         assert sum(0 < started[job_id] < started[lone] for job_id in many) <= 20
 
         async def empty() -> bool:
@@ -249,7 +249,7 @@ async def test_callers_who_wait_for_a_job_keep_no_copies_of_its_input(
             return len(jobs._watchers.get(job, ())) >= 2 * CALLERS
 
         await until(watched, "callers who wait")
-        # Each of them has read the job once.
+        # Each caller has queued a read of the job. Wait for a read behind these reads.
         await jobs.store.pieces(job, 0)
         kept = tracemalloc.get_traced_memory()[0]
     finally:

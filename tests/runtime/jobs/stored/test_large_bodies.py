@@ -161,7 +161,7 @@ async def test_a_webhook_carries_a_large_result_also_after_the_results_end(
         async def expired() -> bool:
             return (await gateway.client.get(path)).status_code == 410
 
-        # The delivery may have to be sent again, so its job stays.
+        # The delivery may have to be sent again, so the expiry of its job is postponed.
         store = gateway.server.jobs.store
         while await store.next_expiry(time.time()) < time.time() + 30.0:
             await asyncio.sleep(0.01)

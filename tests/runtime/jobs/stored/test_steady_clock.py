@@ -66,7 +66,7 @@ def test_a_clock_that_is_slewed_is_not_followed(machine: Machine) -> None:
 
 @pytest_asyncio.fixture
 async def expiry(store: SqliteJobStore, clock: SteadyClock) -> AsyncIterator[Expiry]:
-    """The expiry of the store, which follows the clock when it is woken."""
+    """Yield the expiry of the store. When it is woken, it follows a system clock that was set."""
     async with BackgroundTasks() as tasks:
         found = Expiry(store, KEEP_S, clock)
         found.start(tasks)

@@ -1,4 +1,4 @@
-"""The limit of the bytes of inputs and results: who is refused, and that it holds in a gateway for each way to run a job."""
+"""The limit of the bytes of inputs and results: which owners are refused, and a gateway with this limit for each way to run a job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_nobody_exceeds_the_limit_and_a_new_owner_finds_room(held: Mapping[str, 
     if stored.of_all + size > MOST:
         assert stored.refusal("a", size) is not None
         assert stored.refusal("", size) is not None
-    # While an owner alone is refused, a tenth of the room is free.
+    # If only one owner has bytes, it is refused only above nine tenths of the limit.
     elif stored.refusal("a", size) is not None and set(held) == {"a"}:
         assert held["a"] + size >= 0.9 * MOST - 1
     elif stored.of_all < MOST // 2:

@@ -51,7 +51,7 @@ async def counts(function: Function) -> dict[str, int]:
 
 async def test_a_short_job_costs_one_commit(deploy, jobs: Jobs):
     function = await deploy(ECHO)
-    # The first waits for a worker to start, which may take longer than a job stays unstored.
+    # Start a worker first. A job that waited for its start could be stored before its end, with a second commit.
     await function.answer(1)
     said: list[str] = []
     await jobs.store._database.write(lambda connection: connection.set_trace_callback(said.append))
@@ -152,7 +152,7 @@ async def test_a_dead_worker_counts_as_an_attempt(deploy, gate: Gate, attempts: 
 async def test_waiting_callers_and_stored_jobs_run_in_the_order_of_arrival(deploy, gate: Gate):
     function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
     path = f"/v2/{function.name}/run"
-    # All of them fit into the queue of the revision: what is submitted later may run after a waiting caller's job.
+    # Submit only as many jobs as fit into the queue of the revision. Further jobs may run after the job of a waiting caller.
     for number in range(8):
         await function.client.post(path, json={"input": number})
     await gate.next("0")
@@ -199,7 +199,7 @@ async def test_the_limit_of_the_queue_holds(deploy, gate: Gate):
 
 
 async def test_what_was_answered_survives_a_kill(state: Path):
-    """Also: a killed gateway leaves no job half stored."""
+    """A killed gateway also leaves no job half stored: the counters equal the number of jobs."""
     answered: dict[str, Any] = {}
     async with gateway_process(state) as gateway:
         function = await gateway.deploy(ECHO, {"scale.max": 1})

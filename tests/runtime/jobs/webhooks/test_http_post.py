@@ -25,7 +25,7 @@ from pilotflame.runtime.jobs.webhooks.http_post import (
 from receiver import Held, Receiver, receiving, reset, respond
 
 SECOND = AddressPolicy.parse(["127.0.0.2"])
-"""Allows 127.0.0.2. 127.0.0.1 stands for the private network."""
+"""Allows 127.0.0.2. In these tests, 127.0.0.1 is an address of the private network."""
 
 
 @pytest_asyncio.fixture
@@ -136,13 +136,13 @@ async def test_a_name_of_a_private_address_is_refused_at_the_connection(inside: 
 async def test_dns_rebinding_is_refused(inside: Receiver) -> None:
     port = inside.url.rpartition(":")[2]
     async with receiving("127.0.0.2") as outside:
-        # Only its address is needed.
+        # The requests use the port of `inside`, so they do not reach this server.
         del outside
         resolver = Names("127.0.0.2", "127.0.0.1")
         async with HttpPoster(SECOND, timeout_s=20, resolver=resolver) as poster:
             poster._session.connector._use_dns_cache = False  # type: ignore[union-attr]
             errors = [(await poster.post(f"http://x.example:{port}/", {}, b"", 0.0)).error for _ in range(2)]
-    # The first connection is allowed; no server listens there.
+    # The first connection is allowed, and fails only because no server listens on that port.
     assert "may not be sent" not in errors[0]
     assert "may not be sent" in errors[1]
     assert inside.came == []
@@ -221,7 +221,7 @@ def test_retry_after_is_a_number_or_a_date() -> None:
     assert parse_retry_after("120", 1000.0) == 120
     assert parse_retry_after(" 7 ", 1000.0) == 7
     assert parse_retry_after(formatdate(1060, usegmt=True), 1000.0) == 60
-    # The zone "-0000".
+    # Without `usegmt`, the date has the zone "-0000".
     assert parse_retry_after(formatdate(1060), 1000.0) == 60
     assert parse_retry_after(formatdate(900, usegmt=True), 1000.0) == 0
     for nonsense in ("", "-5", "soon", "1.5", "Mon, 99 Foo", "９"):

@@ -67,7 +67,7 @@ def test_each_function_has_a_key_of_its_own() -> None:
 
 
 def test_derived_secrets_stay_what_earlier_versions_derived() -> None:
-    """Receivers have configured these secrets."""
+    """Receivers have configured these secrets, so they must not change."""
     assert KEY.of("tone").secret == "whsec_wVFWPh82+pGcr2J5OO9vVdQb2F+PAy7ZrMLdqsLEDAc="
 
 
