@@ -40,7 +40,7 @@ def _default_interrupt() -> Iterator[None]:
 
 @contextmanager
 def started(*arguments: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """Runs a command in a process that is gone after the block."""
+    """Run a command in a process that ends with the block."""
     with _default_interrupt():
         process = subprocess.Popen(
             [*COMMAND, *map(str, arguments)],
@@ -62,7 +62,7 @@ def started(*arguments: object, **variables: str) -> Iterator[subprocess.Popen[s
 
 @pytest.fixture(scope="session")
 def short_tmp() -> Iterator[Path]:
-    """A folder whose path leaves room for a unix socket's."""
+    """A folder whose path is short enough for the paths of unix sockets in it."""
     folder = Path(tempfile.mkdtemp(prefix="pfc-"))
     yield folder
     shutil.rmtree(folder)
@@ -77,7 +77,7 @@ def served(short_tmp: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def served_for_cog(short_tmp: Path) -> Iterator[str]:
-    """The address of such a gateway, whose only plugin is `cog`."""
+    """The address of a gateway whose only plugin is `cog`."""
     with serving(short_tmp / "cog", PILOTFLAME_PLUGINS="cog") as url:
         yield url
 
@@ -95,7 +95,7 @@ def serving(state: Path, **variables: str) -> Iterator[str]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts commands that run on: `start("logs", "-f", "hello", PILOTFLAME_URL=…)`."""
+    """Starts commands that run until the test ends: `start("logs", "-f", "hello", PILOTFLAME_URL=…)`."""
     with ExitStack() as stack:
         yield lambda *arguments, **variables: stack.enter_context(started(*arguments, **variables))
 
@@ -117,12 +117,12 @@ def run() -> Run:
 
 
 class Stdin(io.TextIOWrapper):
-    """What a command reads; it may seem to be a terminal."""
+    """The standard input of a command. It may seem to be a terminal."""
 
 
 @pytest.fixture
 def run_here(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`run` in this process: a new process would take 0.3 s for its imports. `person`: stdin is a terminal."""
+    """`run` in this process: a new process would take 0.3 s for its imports. With `person`, stdin seems to be a terminal."""
 
     def ran(
         *arguments: object, given: bytes = b"", person: bool = False, **variables: str
@@ -152,7 +152,7 @@ def pilotflame(run_here: Run, served: str) -> Run:
 
 @pytest.fixture
 def deployed(pilotflame: Run, tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Deploys a handler's source, gives its name; it is deleted when the test ends."""
+    """Deploys a handler's source, and returns the function's name. The function is deleted when the test ends."""
     names: list[str] = []
 
     def deploy(source: str, *arguments: object) -> str:

@@ -139,7 +139,7 @@ def handler(event: Order):
 
 
 def test_deploy_prints_a_call_that_works(run, served, tmp_path: Path):
-    """Its body is test_input.json, or is made from the handler's schema."""
+    """The body of the call is test_input.json, or is made from the handler's schema."""
     pilotflame = functools.partial(run, PILOTFLAME_URL=served)
     for name, wanted in (("call-init", "Hello"), ("call-typed", "hello")):
         folder = tmp_path / name
@@ -438,12 +438,12 @@ def test_a_stream_is_printed_piece_by_piece(start, served, deployed):
     )
     process = start("invoke", name, "--timing", PILOTFLAME_URL=served)
     assert process.stdout.readline() == '{"n": 0}\n'
-    # The second piece comes a second later.
+    # The command prints the first piece at once, although the second one comes a second later.
     assert process.poll() is None
     rest, said = process.communicate(timeout=30)
     assert json.loads(rest) == "last\u2028"
     assert process.returncode == 0
-    # No negative total.
+    # The total time is not negative.
     assert "-" not in said.splitlines()[0].partition(" in all")[0]
 
 
@@ -463,7 +463,7 @@ def test_logs_are_printed_and_followed(pilotflame, start, served, deployed):
     pilotflame("invoke", name, '"one"')
     assert pilotflame("logs", name, "-n", 0).stdout == ""
     process = start("logs", name, "-f", "-n", 1, "--json", PILOTFLAME_URL=served)
-    # Once an old line has come, new ones are followed.
+    # When the command has printed an old line, it follows new lines.
     assert json.loads(process.stdout.readline())["text"] == "heard one"
     assert pilotflame("invoke", name, '"two"').returncode == 0
     assert json.loads(process.stdout.readline())["text"] == "heard two"
@@ -546,7 +546,7 @@ def test_a_failing_handler_is_located(pilotflame, deployed):
 
 
 def test_no_gateway_is_exit_code_3(run):
-    # Bound and not listening: connections are refused.
+    # The socket is bound but does not listen, so connections are refused.
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         done = run("list", "--url", f"http://127.0.0.1:{taken.getsockname()[1]}")
@@ -600,7 +600,7 @@ def test_serve_names_what_it_cannot_have(run, served, short_tmp: Path):
     one_paragraph(run("serve", "--port", port, "--state-dir", short_tmp / "other"), port, "--port")
     one_paragraph(run("serve", "--port", 0, "--state-dir", short_tmp / "served"), str(short_tmp / "served"))
     one_paragraph(run("serve", PILOTFLAME_PROT="1"), "PILOTFLAME_PROT", "PILOTFLAME_PORT")
-    # The variables of the snapshot engine and of the client are no settings of the gateway.
+    # The variables of the snapshot engine and of the client are no settings of the gateway, and are not refused.
     known = {
         "PILOTFLAME_S3_ANONYMOUS": "1",
         "PILOTFLAME_URL": "http://127.0.0.1:1",
@@ -793,7 +793,7 @@ def test_deploy_names_the_platform_of_a_recognised_handler(pilotflame, tmp_path)
 
 def test_status_says_what_rest_costs(pilotflame, deployed):
     name, until_s, said = deployed("def handler(event):\n    return event"), time.monotonic() + 30, ""
-    # It is measured some seconds after the deploy.
+    # The memory is measured some seconds after the deploy.
     while "MiB" not in said and time.monotonic() < until_s:
         said = pilotflame("status", name).stdout
     assert re.search(r"at rest +zygote \+ standby, [1-9]\d* MiB", said)
@@ -832,7 +832,7 @@ def test_plain_http_reads_no_authorities(run, served):
 
 
 def test_functions_inherit_what_an_operator_sets_for_all_programs(run, tmp_path: Path, short_tmp: Path):
-    """`test` starts a gateway and a base. Anything may print at the start of Python."""
+    """`test` starts a gateway and a base. Both work although code of the operator prints a line at each start of Python."""
     site, folder = tmp_path / "site", tmp_path / "inherits"
     for made in (site, folder):
         made.mkdir()

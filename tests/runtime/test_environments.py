@@ -25,9 +25,9 @@ pytestmark = pytest.mark.timeout(600)
 COMMAND = (sys.executable, "-m", "pilotflame.runtime.cli")
 EVENT, ANSWER = '{"name": "Zoë → Ada 🔥"}', {"greeting": "Hello, Zoë → Ada 🔥."}
 LIMIT_S = 60.0
-# The user 12345 has no passwd entry, and none of the rights of root. Files of this process belong to it.
+# The user 12345 has no passwd entry, and none of the rights of root. Files of this process belong to this user.
 UNPRIVILEGED = ("unshare", "-U", "--map-user=12345", "--map-group=0")
-# A user of its own, because the kernel counts the processes of each user. It may read this environment.
+# Use a separate user, because the kernel counts the processes of each user. The user may read this Python environment.
 ALONE = ("setpriv", "--reuid=54321", "--clear-groups", "--inh-caps=+dac_override,+fowner", "--ambient-caps=+dac_override,+fowner")  # fmt: skip
 FULL = 'mkdir -p "{root}/state" && mount -t tmpfs -o size={size} none "{root}/state" && exec "$@"'
 IPV6 = "ip link set lo up && ip addr del 127.0.0.1/8 dev lo && ip -6 addr show lo | grep -q ::1 && echo made && exec cat"
@@ -99,7 +99,10 @@ def _ipv6_only(_root: Path, stack: contextlib.ExitStack) -> str:
 
 
 class Environment(NamedTuple):
-    """How each process of the path starts, and what it refuses. `{root}` is the folder of the test, `{made}` what `prepare` has made."""
+    """How each process of the path starts, and which steps are refused.
+
+    In texts, `{root}` is the folder of the test, and `{made}` is the text that `prepare` has returned.
+    """
 
     name: str
     variables: Mapping[str, str | None] = {}
@@ -111,7 +114,7 @@ class Environment(NamedTuple):
     serve: tuple[str, ...] = ("--state-dir", "{root}/state")
     prepare: Preparation = lambda _root, _stack: ""
     refused: Mapping[str, str] = {}
-    """A pattern of the sentence of each step that is refused."""
+    """For each step that is refused, a pattern of its error message."""
 
 
 def closed(*numbers: int) -> str:
@@ -165,7 +168,7 @@ ENVIRONMENTS = [
     Environment(
         "100 MB of addresses", code=limited("AS", 100 << 20), refused={"serve": "ulimit -v", "test": "ulimit -v"}
     ),
-    # glibc reserves addresses for each processor.
+    # By default, glibc reserves addresses for each processor.
     Environment("3 GB of addresses", {"MALLOC_ARENA_MAX": "2"}, code=limited("AS", 3 << 30)),
     Environment("TMPDIR is long", {"TMPDIR": "{made}"}, prepare=_long, refused={"test": "a shorter TMPDIR"}),
     Environment(

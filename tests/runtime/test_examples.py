@@ -29,7 +29,7 @@ def client(served: str) -> Iterator[Client]:
 
 @pytest.fixture
 def deployed(client: Client, tmp_path: Path) -> Iterator[Example]:
-    """`deployed(name)` makes the example's weights, deploys it and returns its folder. Deleted after the test."""
+    """`deployed(name)` makes the example's weights, deploys the example and returns its folder. The test's end deletes the function."""
     names: list[str] = []
 
     def deploy(name: str, **overrides: Any) -> Path:
@@ -93,7 +93,7 @@ class Told(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def told() -> Iterator[tuple[str, Queue[Any]]]:
-    """An address for webhooks, and the bodies that arrive there."""
+    """An address for webhooks, and the queue of the bodies that arrive there."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Told) as server:
         server.told = Queue()  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever)
@@ -115,7 +115,7 @@ def test_a_job_with_progress_and_a_webhook(
 
 
 def test_a_message_of_a_queue(client: Client, deployed: Example) -> None:
-    """Without its queue: tests/test_how_to.py sends messages through one."""
+    """Call the example without its queue. tests/test_how_to.py sends messages through a queue."""
     assert answer(client, deployed("queue", source=[])) == {"id": "order-7", "total": 10.0}
 
 

@@ -36,7 +36,7 @@ async def refuses_connections(gateway: Gateway) -> None:
         except httpx.ConnectError:
             return True
         except (httpx.ReadError, httpx.RemoteProtocolError):
-            # The listening socket was closed before the gateway accepted it, or before it sent its request.
+            # The gateway closed its listening socket before it accepted this connection, or before the request was sent.
             return False
         return False
 
@@ -77,7 +77,7 @@ BIG = "def handler(event):\n    return b'x' * 16_000_000"
 async def slow_reader(
     gateway: Gateway, path: str, more: str
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Call, and read the header of the answer alone."""
+    """Call a function, and read only the header of the answer."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
     sock.connect(gateway.address)
@@ -89,7 +89,7 @@ async def slow_reader(
 
 
 async def length(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    """Read to the end of the connection."""
+    """Read to the end of the connection. Return the number of bytes."""
     received = 0
     while piece := await reader.read(1 << 20):
         received += len(piece)
@@ -100,11 +100,11 @@ async def length(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 async def test_slow_readers_get_their_whole_answer(state):
     async with gateway_process(state) as gateway:
         function = await gateway.deploy(BIG)
-        # aiohttp reads the second.
+        # aiohttp reads the second request, because of Prefer, and not the transport of plain calls.
         readers = [await slow_reader(gateway, function.path, more) for more in ("", "Prefer: x\r\n")]
         assert gateway.process is not None
         gateway.process.terminate()
-        # Longer than aiohttp lets anything go on.
+        # Wait longer than aiohttp waits for open requests at a shutdown (`shutdown_timeout`).
         await asyncio.sleep(2.5)
         assert gateway.process.returncode is None
         received = await asyncio.gather(*(length(*reader) for reader in readers))
@@ -126,7 +126,7 @@ async def test_who_follows_is_told_that_the_gateway_ends(state, gate: Gate, path
             gateway.process.terminate()
             await refuses_connections(gateway)
             gate.open()
-            # The answer ends as one that is complete: httpx raises an error if it is cut off.
+            # The answer is complete. httpx would raise an error if it were cut off.
             assert all([json.loads(line) async for line in lines])
         assert await call == "last"
         async with asyncio.timeout(LIMIT_S):
@@ -188,7 +188,7 @@ async def test_a_drain_ends_in_time(state, gate: Gate):
 async def test_a_process_that_the_kernel_cannot_end_holds_up_no_shutdown(
     state, gate: Gate, monkeypatch, caplog
 ):
-    """As a worker in a call of a driver, it does not end when it is killed. It also holds a place on a GPU."""
+    """A kill does not end the process, as if it were in a call of a driver. The process also occupies memory of a GPU."""
     monkeypatch.setattr("pilotflame.runtime.node.reconciling.pool.KILLED_S", 0.3)
     monkeypatch.setattr("pilotflame.runtime.ground.telemetry.background.END_S", 0.3)
     kill = ChildProcess.kill
@@ -202,7 +202,7 @@ async def test_a_process_that_the_kernel_cannot_end_holds_up_no_shutdown(
             call.cancel()
     left = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert any(f"pid {stuck}" in message for message in left)
-    # At its end, the base kills what is left of its children.
+    # The base may have killed the process already, because at its end it kills its remaining children.
     with contextlib.suppress(ProcessLookupError):
         os.kill(stuck, signal.SIGKILL)
     await gone(stuck)
@@ -309,12 +309,12 @@ async def test_a_burst_of_large_bodies_leaves_no_memory_behind(state):
             writer.write(head.encode())
         for sent in range(0, UPLOAD_BYTES, PART_BYTES):
             for _, writer in opened:
-                # The last byte is missing.
+                # Leave out the last byte of each body, so that no body is complete before all have arrived.
                 writer.write(b"x" * (PART_BYTES - (sent + PART_BYTES == UPLOAD_BYTES)))
                 await writer.drain()
         for reader, writer in opened:
             writer.write(b"x")
-            # Nothing but JSON is a job, which the gateway notices when it has read the whole body.
+            # The body is not JSON, so the gateway refuses it when it has read the whole body.
             assert b" 400 " in await reader.readline()
             writer.close()
         kept_bytes = process.memory_info().rss - before_bytes

@@ -41,7 +41,7 @@ def test_a_template(served: str, tmp_path: Path, template: str, packages: tuple[
             assert answer(client, name, {"x": x})["y"] == pytest.approx(math.sin(x), abs=0.03)
         with pytest.raises(PilotflameError, match="less than or equal to"):
             answer(client, name, {"x": 4.0})
-        # Also from a server, once the weights have arrived.
+        # Fetch the weights from a server. The function answers when they have arrived.
         create(folder / "weights").write(folder / "weights" / MANIFEST_NAME)
         with FaultServer(folder / "weights") as server:
             client.deploy(folder, overrides={"snapshot": server.url})

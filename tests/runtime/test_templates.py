@@ -47,7 +47,7 @@ def answer(client: Client, name: str, event: object) -> Any:
 
 @pytest.fixture
 def deployed(served: str, tmp_path: Path):
-    """`deployed(template)`: (client, function's name, its folder). Deleted after the test."""
+    """`deployed(template)` returns the client, the function's name and its folder. The test's end deletes the function."""
     with Client(served) as client:
         names: list[str] = []
 
@@ -110,7 +110,7 @@ def test_text_generation(deployed):
 
     event = json.loads((folder / "test_input.json").read_text())
     known = pieces(**event)
-    # Characters of several tokens come whole.
+    # A character of several tokens arrives as a whole.
     assert event["prompt"] + "".join(known) == KNOWN
     assert {"ä", "火", "🔥"} <= set(known)
     assert "".join(pieces(prompt="A pilot flame", max_tokens=5)) == " lets"
@@ -129,7 +129,7 @@ def test_text_generation(deployed):
     with pytest.raises(PilotflameError, match="maximum context length is 512 tokens"):
         answer(client, name, {"prompt": "A pilot flame", "max_tokens": 500})
 
-    # The same on a device, where its weights are copied, and parked after each request.
+    # Expect the same on a device. The weights are copied to the device, and parked after each request.
     handler = folder / "handler.py"
     handler.write_text(handler.read_text().replace('device="auto"', 'device="simulated"') + ADDED)
     client.deploy(folder, overrides={"scale.park_after_s": "0"})
@@ -154,7 +154,7 @@ def test_vllm(deployed, served: str, tmp_path: Path):
     with FaultServer(model) as server:
         settings = {"snapshot": server.url, "scale.park_after_s": "0", "scale.idle_timeout_s": "1000"}
         client, name, _ = deployed("vllm", prepare, **settings)
-        # The double writes its prompt again.
+        # The double answers with its prompt.
         assert "".join(delta["text"] for delta in answer(client, name, {"prompt": "Flamme"})) == "Flamme"
 
     async def parked() -> bool:
@@ -191,7 +191,7 @@ def test_text_embedding(deployed):
     of_tokens = answer(client, name, {"tokens": ids})
     assert (torch.tensor(of_tokens["embedding"]) - wanted).abs().max() < 1e-4
     assert of_tokens["tokens"] == sum(map(len, ids))
-    # Tokens of another tokenizer would get a vector that means nothing.
+    # Tokens of another tokenizer are refused, because their vector would be meaningless.
     with pytest.raises(PilotflameError, match="begin with 101"):
         answer(client, name, {"tokens": [ids[0][1:-1]]})
     many = [f"text number {number}" for number in range(130)]
@@ -228,7 +228,7 @@ TYPES = [(said, stored) for said in (None, "float32", "bfloat16", "float16") for
 def test_a_template_takes_weights_of_each_type(
     tmp_path: Path, model: tuple[Any, ...], said: str | None, stored: str
 ) -> None:
-    """transformers takes the type of the config, else that of the file."""
+    """The template uses the same type as transformers: the type in the config or, if it has none, the type in the file."""
     template, write, method, arguments = model
     folder = tiny_models.retype(write(tmp_path / "model"), said, stored)
     snapshot = Snapshot(folder, create(folder))
@@ -243,7 +243,7 @@ def test_a_template_takes_weights_of_each_type(
     found = getattr(state, method)(*arguments)
     right.pooler = None if template == "text-embedding" else getattr(right, "pooler", None)
     state.model = right
-    # Kernels may differ in the last bits where the memory is aligned otherwise.
+    # Round the numbers, because kernels may differ in the last bits if memory has another alignment.
     shown = [
         re.sub(r"\d+\.\d+", lambda one: f"{float(one[0]):.4f}", str(one))
         for one in (found, getattr(state, method)(*arguments))

@@ -1,7 +1,7 @@
-"""Three gateways on one PostgreSQL, while random faults hit them: see SharedHistory for what must hold.
+"""Three gateways on one PostgreSQL, while random faults hit them. `SharedHistory.faults` checks the result.
 
-PILOTFLAME_TEST_FAULTS=300 makes more faults. From WITH_QUEUES on, messages of SQS and Kafka run beside the jobs: SQS hides the messages
-of a dead gateway for a minute.
+PILOTFLAME_TEST_FAULTS=300 makes more faults. With at least WITH_QUEUES faults, messages of SQS and Kafka run, too. Shorter tests
+leave them out, because SQS hides the messages of a dead gateway for a minute.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Node:
         )
 
     async def kill(self) -> None:
-        """Kill it. Its workers end with it."""
+        """Kill the gateway. Its workers end with it."""
         await self._stack.aclose()
 
     def signal(self, number: signal.Signals) -> None:
@@ -87,7 +87,7 @@ async def nodes(database: str) -> AsyncIterator[list[Node]]:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A folder on a disk of its own, if the user may mount one."""
+    """Make and yield a folder. It is on a small disk of its own, if the user may mount one."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(folder)]
     mounted = not os.geteuid() and not subprocess.run(mount, capture_output=True, check=False).returncode
@@ -99,7 +99,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 class Story:
-    """Orders that callers and queues bring while gateways fail."""
+    """Sends orders, as callers and queues do, while gateways fail."""
 
     def __init__(self, running: list[Node], receiver: Receiver, runs: Path) -> None:
         self.running, self._receiver, self._runs = running, receiver, runs
@@ -107,7 +107,7 @@ class Story:
         self._numbers = itertools.count()
 
     async def submit(self, most: float = float("inf")) -> None:
-        """Submit jobs, each again and again under its key until a gateway has accepted it."""
+        """Submit jobs. Repeat each job under its key until a gateway has accepted it."""
         while not self.ending.is_set() and (number := next(self._numbers)) < most:
             order = Order("job", "", number)
             body = {"input": order._asdict(), "webhook": f"{self._receiver.url}/done"}
@@ -124,7 +124,7 @@ class Story:
                 await asyncio.sleep(0.05)
 
     async def feed(self, source: str, send: Callable[[str, str], object]) -> None:
-        """Send messages to a queue, in turn of several keys. `send(key, text)` blocks."""
+        """Send messages to a queue, with KEYS keys in turn. `send(key, text)` blocks."""
         for turn in itertools.count():
             if self.ending.is_set():
                 break
@@ -134,12 +134,12 @@ class Story:
             await asyncio.sleep(0.2)
 
     async def end(self, end_s: float = END_S) -> SharedHistory:
-        """Wait until nothing is missing, and return the history as it is then."""
+        """Wait until the history has no faults, for at most `end_s`. Return the history."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(end_s):
                 while await self._look():
                     await asyncio.sleep(ASK_AGAIN_S)
-        # A second run or webhook may follow a little later.
+        # Look again, because a second run or webhook may follow a little later.
         await asyncio.sleep(2.0)
         await self._look()
         return self.history
@@ -214,7 +214,7 @@ def _cut(url: str) -> None:
 
 
 def _fill(ballast: Path) -> None:
-    """Fill the disk of a file, if the disk is small."""
+    """Write 256 MiB to this file. This fills a small disk."""
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         for _ in range(256):
             file.write(bytes(1 << 20))
@@ -265,7 +265,7 @@ BREAKS = {
         END IF; RETURN NULL; END $$;
         CREATE TRIGGER breaks AFTER INSERT ON deliveries FOR EACH ROW EXECUTE FUNCTION breaks()""",
 }
-"""Triggers that break the store, by what the history then has."""
+"""Triggers that break the store. The key is a part of the fault that the history then has."""
 
 
 @pytest.mark.parametrize("fault", BREAKS)

@@ -27,7 +27,7 @@ STAYS = {"scale.idle_timeout_s": 1000}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats come often."""
+    """Let gateways send heartbeats often, with counts of running requests over short windows."""
     monkeypatch.setattr(membership, "BEAT_S", 0.05)
     monkeypatch.setattr(shared_quotas, "WINDOW_S", 0.1)
 
@@ -80,7 +80,7 @@ async def test_scale_max_holds_over_both(pair: list[Gateway], gate: Gate) -> Non
         return "max (other gateways: 2) refuses 1" in (await second.status())["desired"]["because"]
 
     await until(refused, "the reason why no worker starts")
-    # The first one gives up one of its workers, after the call.
+    # The first gateway gives up one of its workers when the worker's call has ended.
     await so(lambda: share(pair[0], first.name) == 1, "a share of one on the first gateway")
     assert [arrival.word for arrival in gate.arrived] == ["one", "one"]
     begun[0].go()
@@ -129,7 +129,7 @@ async def test_the_limit_of_an_owner_holds_over_both(postgres_url: str, gate: Ga
         other = asyncio.create_task(second.answer("second"))
         arrival.go()
         await call
-        # The worker of the first function ends, although nothing waits there.
+        # The idle worker of the first function ends for the call at the second gateway, although no call waits at the first gateway.
         (await gate.next("second")).go()
         await first.settled()
         await other
@@ -155,7 +155,7 @@ async def test_a_key_that_sends_one_request_at_a_time_over_both(postgres_url: st
         key, headers = await made(pair, concurrency=1)
         for number in range(20):
             assert (await functions[number % 2].call(**headers)).status_code == 200
-        # Two requests at a time are admitted at first.
+        # At first, each gateway admits one request.
         calls = [asyncio.create_task(function.call("held", **headers)) for function in functions]
         for _ in functions:
             await gate.next("held")
@@ -196,7 +196,7 @@ async def test_a_budget_holds_over_both_and_after_a_death(postgres_url: str) -> 
                 await gone(killed.process.pid)
             with psycopg.connect(postgres_url) as connection:
                 rows = connection.execute("SELECT seconds FROM spent").fetchall()
-            # Alone, the killed gateway would have used 4 s.
+            # If the gateways did not share the budget, the killed gateway would have used 4 s, and both together 7 s.
             assert (len(rows), sum(seconds for (seconds,) in rows) < 7) == (2, True)
             async with gateway_here(folder / "state", database=postgres_url) as again:
                 await _exhausted(again, other)
@@ -235,7 +235,7 @@ async def test_without_the_database_a_gateway_uses_its_part_of_a_budget(
             await so(lambda: share(pair[1], functions[1].name) == 0, "no share on the second gateway")
             server.kill()
             await so(lambda: account._reserved.seconds, "the part of the other gateway")
-            # The first gateway may be dead or alive.
+            # The second gateway cannot know whether the first one is alive. It serves calls, although its share was 0.
             assert isinstance(await functions[1].answer(), int)
             account._add(Usage(busy_s=290))
             account.check()

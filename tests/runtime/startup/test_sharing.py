@@ -52,7 +52,7 @@ async def handler(event):
         await gate.wait_async(NAME)
     return NAME
 """
-"""A handler that says on which gateway it runs: the folder that has the gateway's state folder."""
+"""A handler that returns the name of its gateway: the name of the folder that contains the gateway's state folder."""
 ONE = {"scale.max": 1}
 LOCAL = {"webhook_networks": ["127.0.0.0/8"]}
 
@@ -129,7 +129,9 @@ async def test_a_new_gateway_serves_what_the_others_serve(pair: list[Gateway], u
 
 
 async def test_gateways_share_a_queue(pair: list[Gateway], gate: Gate) -> None:
-    """One gateway claims no more jobs than its workers soon run. The workers of one gateway may run all jobs, if `scale.max` allows no others."""
+    """A gateway claims no more jobs than its workers can soon run. If one gateway has all workers that `scale.max` allows, it may
+    run all jobs.
+    """
     first, second = await deployed(pair, gate, {"scale.max": 2})
     jobs = [await run(first, "held") for _ in range(30)]
     for _ in range(2):
@@ -177,7 +179,7 @@ async def test_one_gateway_sends_alerts_and_another_one_sends_their_ends(
             await _judges(first)
             second = await stack.enter_async_context(gateway_here(states[1], database=postgres_url, **LOCAL))
             functions = [await second.deploy(fails, settings, name=name), first.function(name)]
-            # Together, there are enough calls.
+            # Only the calls of both gateways together are enough for an alert.
             for function in (functions[0], *functions, functions[0]):
                 await function.call(1)
             (came,) = await receiver.received(1)
@@ -243,7 +245,7 @@ async def test_a_gateway_that_lags_behind_gives_no_secret_to_the_next_function_o
             await until(served(other), "the function")
             assert await told() == (200, True)
             await other.gateway.client.delete(path)
-            # The function is deleted after the check.
+            # Delete the function when the gateway has stored the secret, before it answers.
             set_secret = Secrets.set
 
             def deletes_after(found: Secrets, *args: str) -> bool:
@@ -306,7 +308,7 @@ async def test_a_gateway_that_is_alone_is_listed(state: Path) -> None:
 async def test_jobs_of_a_killed_gateway_run_on_another_one(
     postgres_url: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The other gateway must have been there for the time of a lease.
+    # Shorten the lease. A gateway queues the jobs of a dead gateway again only if it has itself run for the time of a lease.
     monkeypatch.setattr(membership, "LEASE_S", 2.0)
     with short_folder() as folder:
         async with gateway_process(folder / "state", database=postgres_url) as killed:
@@ -324,7 +326,7 @@ async def test_jobs_of_a_killed_gateway_run_on_another_one(
 
 
 async def test_a_gateway_that_starts_again_takes_its_jobs_at_once(postgres_url: str, gate: Gate) -> None:
-    """Its lease has not ended."""
+    """The gateway does not wait until the lease of its last run has ended."""
     with short_folder() as folder:
         async with gateway_process(folder / "state", database=postgres_url) as killed:
             function = await killed.deploy(SIGNS, ONE, gate=gate)

@@ -51,7 +51,7 @@ async def test_a_gateway_goes_on_after_other_signals(state: Path, gate: Gate):
             call = asyncio.create_task(function.answer(1))
             begun = await gate.next("1")
             gateway.process.send_signal(number)
-            # The signal has come when a further call is answered.
+            # When a further call is answered, the gateway has received the signal.
             second = asyncio.create_task(function.answer(2))
             (await gate.next("2")).go()
             assert await second == 2, number
@@ -70,7 +70,7 @@ async def refused(url: str) -> bool:
     except httpx.ConnectError:
         return True
     except (httpx.ReadError, httpx.RemoteProtocolError):
-        # The listening socket was closed before the gateway accepted it, or before it sent its request.
+        # The gateway closed its listening socket before it accepted this connection, or before the request was sent.
         return False
     return False
 
@@ -100,7 +100,7 @@ async def test_signals_to_its_processes_end_no_call(state: Path, gate: Gate):
 async def on_terminal(state: Path, *words: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, int, str]]:
     """A command of pilotflame on a terminal of its own. Yields its process, the terminal, and the URL of the gateway."""
     terminal, side = pty.openpty()
-    # Only the process whose terminal it is gets SIGHUP when the terminal closes.
+    # Make `side` the controlling terminal of the process. Otherwise the process gets no SIGHUP when the terminal closes.
     takes = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     module = ["-m", "pilotflame.runtime.cli", *words, "--port", "0", "--json"]
     command = [sys.executable, "-c", takes, sys.executable, *module]

@@ -1,4 +1,6 @@
-"""Assignment: free workers first, full batches a moment ahead, and no endless loop of timers."""
+"""Assignment: free workers get batches first, busy workers get full batches shortly before they are free, and no timer is
+set again and again.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def queue_of(count: int) -> Queue[SimulatedAttempt]:
 def carry_out(
     queue: Queue[SimulatedAttempt], workers: list[SimulatedWorker], now_s: float
 ) -> list[tuple[int, float | None]]:
-    """Return how many were sent with each step, and until when to wait."""
+    """Carry out the steps of an assignment. For each step, return how many calls were sent, and until when to wait."""
 
     def pick() -> SimulatedWorker | None:
         return next((one for one in workers if one.outstanding.load < one.outstanding.slots), None)
@@ -154,7 +156,7 @@ def test_a_busy_worker_is_sooner_than_an_idle_one_only_for_calls_that_are_shorte
     assert not is_soonest(Worker(1, window=9), usual_s, SHORT_S * 2)
     assert not is_soonest(Worker(1, window=1), usual_s, 0.0)
     assert not is_soonest(Worker(1, window=9), 0.0, 0.0)
-    # A free slot is as good after any time.
+    # A worker with a free slot is soonest, however long its calls have been running.
     assert is_soonest(Worker(1, slots=2), usual_s, 1.0)
 
 

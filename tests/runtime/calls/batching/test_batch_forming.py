@@ -16,7 +16,10 @@ def affine(fixed_s: float, each_s: float) -> LatencyCurve:
 
 
 def learned(curve: LatencyCurve, size: int, offsets: list[float]) -> ArrivalPattern:
-    """Return a pattern where each batch of `size` was followed by arrivals at these offsets; the last ended at 100."""
+    """Return a pattern that has learned from two batches of `size`, each followed by arrivals at these offsets.
+
+    A third batch ended at 100 s.
+    """
     pattern = ArrivalPattern()
     for ended_s in (98.0, 99.0, 100.0):
         pattern.observe_end(ended_s, size, saving(curve))

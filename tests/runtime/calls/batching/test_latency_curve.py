@@ -58,7 +58,7 @@ def test_one_hiccup_bends_neither_a_fresh_nor_a_measured_curve() -> None:
     measured.observe(32, 32.0, 10.0)
     assert measured.bound(32) == 0.038
     fresh = LatencyCurve()
-    # The first call is often slow.
+    # The first call is often slow, and must not raise the bound.
     for took_s in (10.0, 0.02, 0.02):
         fresh.observe(1, 1.0, took_s)
     fresh.observe(8, 8.0, 0.03)
@@ -79,7 +79,7 @@ def test_sizes_are_costs_where_items_have_some() -> None:
         curve.observe(4, 400.0, 0.4)
     assert curve.mean_cost == pytest.approx(100)
     assert curve.typical(3) == pytest.approx(0.3, rel=0.01)
-    # Beyond what was seen: along the chord.
+    # Beyond the sizes that were observed, the curve continues in a straight line.
     assert curve.typical(8) == pytest.approx(0.8, rel=0.05)
 
 

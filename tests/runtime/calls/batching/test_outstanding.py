@@ -1,4 +1,4 @@
-"""Outstanding: random batches and results beside a naive account."""
+"""Compares `Outstanding` with a simple model, for random batches and results."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class SentAt:
 
 @given(st.integers(1, 3), st.lists(st.integers(0, 9), max_size=40))
 def test_a_single_item_starts_when_it_has_a_slot(slots: int, steps: list[int]) -> None:
-    """Each step adds an item (9), adds a slot (8), or removes the item at an index; a naive account runs beside."""
+    """Each step adds an item (9), adds a slot (8), or removes the item at an index. `started` is the model: the start of each item."""
     outstanding, now_s = Outstanding[SentAt](slots), 0.0
     started: dict[int, float | None] = {}
     for step in steps:
@@ -129,7 +129,7 @@ def test_when_a_slot_will_be_free() -> None:
     assert outstanding.expected_at(5.0, curve) == 5.0
     outstanding.add_batch([Call(), Call()], 5.0)
     assert outstanding.expected_at(5.005, curve) == pytest.approx(5.02)
-    # Overdue.
+    # The batch is overdue, and its expected end stays the same.
     assert outstanding.expected_at(6.0, curve) == pytest.approx(5.02)
     outstanding.add_batch([Call()] * 4, 5.0)
     assert outstanding.expected_at(5.005, curve) == pytest.approx(5.06)
@@ -137,7 +137,7 @@ def test_when_a_slot_will_be_free() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.booleans()), max_size=40))
 def test_the_seconds_of_all_items_are_summed(steps: list[tuple[float, bool]]) -> None:
-    """Each step: time passes, then an item comes or the oldest one ends."""
+    """In each step, time passes, and then an item is added or the oldest item is removed."""
     outstanding, now_s, true_s = Outstanding[Call](slots=3), 1e6, 0.0
     for gap_s, comes in steps:
         true_s += gap_s * len(outstanding.calls)

@@ -9,7 +9,7 @@ from pilotflame.runtime.calls.batching.prefetch import MAX_PREFETCH, PREFETCH_S,
 def test_a_window_holds_what_can_run_and_a_bounded_prefetch(slots: int, exec_s: float | None) -> None:
     prefetched = window(slots, exec_s) - slots
     assert 0 <= prefetched <= MAX_PREFETCH
-    # A power of two, or none.
+    # The prefetch is a power of two, or 0.
     assert prefetched & (prefetched - 1) == 0
     if exec_s is None or exec_s >= PREFETCH_S:
         assert prefetched == 0

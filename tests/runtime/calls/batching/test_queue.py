@@ -1,4 +1,4 @@
-"""The queue: each item is run, refused or removed once; a refusal states when to retry; admission predicts ends."""
+"""The queue: each item is run, refused or removed once. A refusal states when to retry. Admission predicts when an item ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def busy(now_s: float = 0.0) -> Slots:
 
 
 class Machine(RuleBasedStateMachine):
-    """One slot that is sometimes busy, and items of all kinds."""
+    """Compares the queue with a list of the waiting items. One slot, which is sometimes busy, runs items of all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Machine(RuleBasedStateMachine):
             self.told(error)
         except Overloaded as error:
             assert not patient
-            # An idle worker refuses nothing.
+            # With a free slot and no waiting items, an item is never refused.
             assert self.waiting or not free
             self.told(error)
         else:
@@ -96,7 +96,7 @@ class Machine(RuleBasedStateMachine):
         assert not any(item.patient for item in found.refused)
         assert bool(found.batch) or bool(found.refused) or not self.waiting
         for item in (*found.batch, *found.refused):
-            # Fails if it did not wait, or left twice.
+            # `remove` raises ValueError if the item was not waiting, or has already left.
             self.waiting.remove(item)
         for item in found.refused:
             self.told(self.queue.refusal(item, self.now_s, busy(self.now_s)))
@@ -129,7 +129,7 @@ def test_it_refuses_on_arrival_what_would_end_too_late_and_says_when_to_retry() 
     queue = queue_of()
     for _ in range(8):
         queue.admit(Item(), 0.0, busy())
-    # 0.01 rest + two batches of 0.024 + its own 0.021.
+    # The item would end after 0.01 s for the running batch, two batches of 0.024 s, and 0.021 s for its own batch.
     with pytest.raises(Overloaded) as caught:
         queue.admit(Item(deadline_s=0.078), 0.0, busy())
     assert (caught.value.details or {})["retry_after_s"] == pytest.approx(0.01 + 2 * 0.024)
@@ -185,7 +185,7 @@ def test_a_reserved_item_is_charged_where_it_was_served() -> None:
     queue.requeue(Item("other"))
     assert queue.next_batch(now_s).batch[0] is again
     queue.charge(again, 1000.0)
-    # Its real cost does not count among the items of its own priority: the tenants still alternate.
+    # The real cost is charged at the priority of reserved items, not at the item's own. So the tenants still alternate.
     assert [item.tenant for item in queue.next_batch(now_s).batch].count("slow") >= 2
 
 
@@ -196,9 +196,9 @@ def test_waiting_bodies_are_limited_in_bytes() -> None:
         queue.admit(item, 0.0, busy())
     with pytest.raises(QueueFull, match="3 MiB of bodies waiting; its limit is 3 MiB") as caught:
         queue.admit(Item("a", body=b"x"), 0.0, Slots(1, 0.0123456))
-    # Whole milliseconds, until the worker is free and the three have run one after the other.
+    # The time until the worker is free and has run the three items one after the other, in whole milliseconds.
     assert caught.value.details == {"retry_after_s": 0.075}
-    # Another tenant has its share.
+    # The items of another tenant may use its own share of the bytes.
     queue.admit(Item("b", body=b"x"), 0.0, busy())
     assert queue.next_batch(1.0).batch
     assert queue.remove(waiting[2])
@@ -376,7 +376,7 @@ def test_it_is_drained_no_sooner_with_more_that_waits(
 
 
 def test_the_bodies_of_all_queues_share_a_room() -> None:
-    """An owner with many functions leaves room for other owners. A call gives its room back when it leaves the queue."""
+    """An owner with many functions leaves bytes for other owners. A call frees its bytes when it leaves the queue."""
     room = SharedRoom(1000)
     queues = [Queue[Item](name, max_batch=1, max_queue=100, curve=curve(), room=room) for name in "fgh"]
     for queue in queues[:2]:

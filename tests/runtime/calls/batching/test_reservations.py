@@ -10,7 +10,7 @@ from pilotflame.runtime.calls.batching.reservations import EARLY, LATE_S, Reserv
 
 
 class Beside(RuleBasedStateMachine):
-    """A naive list of reservations beside the real ones; each caller's are used in their order."""
+    """Compares `Reservations` with a list. A caller uses its reservations in the order in which they were made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Beside(RuleBasedStateMachine):
 
     @rule(body=st.sampled_from("xyz"))
     def use(self, body: str) -> None:
-        # The oldest that has not ended: an earlier promise must be kept before a later one.
+        # Only the caller's oldest reservation can be used, so that an earlier promise is kept before a later one.
         due = [entry for entry in self.model if entry[0] == body][:1]
         due = [entry for entry in due if entry[1] <= self.now_s]
         assert self.reservations.use("tenant", body.encode(), self.now_s, 1.0) == bool(due)

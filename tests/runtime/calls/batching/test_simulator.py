@@ -32,7 +32,7 @@ def affine(fixed_s: float, each_s: float, noise: float = 0.05) -> DurationModel:
 
 
 def retrying(share: float) -> Callable[[SimulatedAttempt], SimulatedCall | None]:
-    """Return callers: a share of them retries once, after their Retry-After."""
+    """Return a `next_call` with which this share of the refused callers retries once, after Retry-After."""
     draw = random.Random(1)
 
     def next_call(attempt: SimulatedAttempt) -> SimulatedCall | None:
@@ -81,7 +81,7 @@ def p99_s(run: Run) -> float:
 
 
 def closed(callers: int, *, greedy: bool = False) -> float:
-    """Return the responses a second on the GPU curve to callers that call again after a moment."""
+    """Return the responses per second on the GPU curve, if each caller calls again about 1 ms after its response."""
     draw = random.Random(1)
 
     def next_call(attempt: SimulatedAttempt) -> SimulatedCall:
@@ -103,7 +103,7 @@ def test_at_a_fifth_too_much_load_hardly_less_is_on_time_than_could_be(
     run = Simulator(SimulatedFunction(durations)).run(
         poisson(1.2 * capacity(durations), 1600, timeout_s=timeout_s)
     )
-    # 1 / 1.2 would be 0.83.
+    # At most 1 / 1.2 = 0.83 of the calls could be on time.
     assert share(run) >= 0.79
     # Hardly any call waits and still misses its deadline.
     assert share(run, CallOutcome.LATE) + share(run, CallOutcome.EXPIRED) < 0.02

@@ -1,4 +1,4 @@
-"""Fork safety, tested by forking, each time in a fresh interpreter."""
+"""Fork safety, tested with real forks, most of them in a fresh interpreter."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from pilotflame.runtime.calls.leftovers import fork_safety
 
 
 def test_a_detached_child_ends_with_its_parent_and_has_a_new_session() -> None:
-    """parent (killed) -> child (detached, waits); the child's end is seen as the end of its pipe."""
+    """Kill a parent whose detached child waits. The end of their pipe shows that the child has ended, too."""
     text = """
         import os, signal, sys
         from pilotflame.runtime.calls.leftovers import fork_safety
@@ -31,14 +31,14 @@ def test_a_detached_child_ends_with_its_parent_and_has_a_new_session() -> None:
         pid, session, default, handled = parent.stdout.readline().split()
         assert (session, default, handled) == (pid, "True", "True")
         parent.send_signal(signal.SIGKILL)
-        assert parent.stdout.read() == ""  # ends once the child has ended too
+        assert parent.stdout.read() == ""  # returns when the child has ended, too
         parent.wait()
 
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     pid = os.fork()
     if pid == 0:
-        fork_safety.detach(1 if os.getppid() != 1 else 2)  # not the parent
+        fork_safety.detach(1 if os.getppid() != 1 else 2)  # not the pid of the parent
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 

@@ -79,7 +79,7 @@ def test_threads_are_attributed_to_the_innermost_import(
 
 
 def test_watched_imports_behave_like_plain_ones(tmp_path: Path) -> None:
-    """Resources, reloads, namespace packages, built-in and missing modules: the same as without the watch."""
+    """Resources, reloads, namespace packages, and built-in and missing modules work as they do without the watch."""
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("")
     (tmp_path / "pack" / "data.txt").write_text("inside")

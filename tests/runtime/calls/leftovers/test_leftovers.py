@@ -1,4 +1,4 @@
-"""The search after an import, its messages, and libraries that leave nothing. Each import is in a fork."""
+"""The search for leftovers of an import, its messages, and libraries that leave nothing. Each import runs in a fork."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ for name in sys.argv[2:]:
 print(json.dumps(found))
 """
 
-# The text of a module, and a part of the reason for which it cannot be forked; "" if it can.
+# Each case: the text of a module, and a part of the reason why the module cannot be forked; "" if it can be.
 CASES = {
     "nothing": ("X = 1", ""),
     "read": ("F = open(__file__)\nF.readline()", ""),

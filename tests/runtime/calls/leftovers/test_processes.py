@@ -29,7 +29,7 @@ def setup(context):
         os._exit(0)
     os.waitpid(child, 0)
 """
-# It has left its session, and does not say who has started it.
+# The helper leaves the worker's session, and its environment does not name the process that has started it.
 ANONYMOUS = "def setup(context):\n    start(start_new_session=True, env={})\n"
 FORKED = """
 def setup(context):
@@ -52,7 +52,7 @@ def running(file: Path) -> list[int]:
     return [pid for pid in started(file) if Path(f"/proc/{pid}").exists()]
 
 
-# A standby imports the handler, too, and keeps what the import starts.
+# At the rung `zygote`, a standby would import the handler, too, and keep its helpers. So the case "import" rests at `local`.
 @pytest.mark.parametrize(
     ("where", "rest"),
     [(AT_IMPORT, "local"), (IN_SETUP, "zygote"), (DAEMON, "zygote")],

@@ -74,12 +74,15 @@ TWO = {"scale.max": 2, "scale.min": 2}
 
 
 def root_of(cwd: str) -> Path:
-    """The folder of the worker with this working directory."""
+    """Return the folder of the worker with this working directory."""
     return Path(cwd).parent
 
 
 async def pids_of_calls(function: Function, count: int) -> set[int]:
-    """Call it `count` times, up to four at once. Fail if a call finds a file of another. Return the workers' pids."""
+    """Call the function `count` times, up to four calls at once. Fail if a call finds a file of another call.
+
+    Return the workers' pids.
+    """
     slots = asyncio.Semaphore(4)
 
     async def call(number: int) -> int:
@@ -96,7 +99,7 @@ async def removed(folder: Path) -> None:
 
 
 async def both(function: Function) -> list[dict[str, Any]]:
-    """Return what both workers tell about their folders."""
+    """Return each worker's answer about its folders."""
     found: dict[int, dict[str, Any]] = {}
 
     async def known() -> bool:
@@ -118,7 +121,7 @@ async def test_two_workers_find_no_file_of_each_other(deploy: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 async def test_four_workers_that_start_and_end_find_no_file_of_each_other(deploy: Any, killed: bool) -> None:
-    """With `killed`, workers are killed meanwhile, so folders are also removed beside calls."""
+    """With `killed`, workers are killed during the calls, so folders are also removed while other workers run calls."""
     function = await deploy(FILES, {"scale.max": 4, "scale.idle_timeout_s": 0.05, "idempotent": True})
     folders = root_of((await function.answer({"do": "where"}))["cwd"]).parent
     pids = set[int]()
@@ -262,9 +265,9 @@ async def test_the_next_gateway_removes_what_a_killed_gateway_has_left(state: Pa
         gateway.process.kill()
         await gateway.process.wait()
         await gone(found["pid"])
-    # A gateway of another test process may have removed it already.
+    # Do not assert that the folder still exists. A gateway of another test process may have removed it.
     async with gateway_here(state):
-        # No function is called.
+        # The gateway removes the folder at its start, before any call.
         await removed(root_of(found["cwd"]))
 
 
@@ -277,7 +280,7 @@ async def test_a_handler_keeps_the_working_directory_that_its_import_has_chosen(
     assert Path(found["cwd"]).name == "inner"
     assert Path(found["cwd"]).parents[1] == Path(found["tmp"]).parent
     assert found["kept"] == f"{found['cwd']}/kept.txt"
-    # In place of the folder of the code, the worker has the same folder of its own.
+    # The import changes to the folder of the code, which all workers share. The worker uses its own folder instead.
     function = await deploy(f"{first}import os\nos.chdir(os.path.dirname(__file__))\n{FILES}")
     found = await function.answer({"do": "where"})
     assert Path(found["cwd"]).parent == Path(found["tmp"]).parent
@@ -323,7 +326,7 @@ async def test_a_function_with_private_files_may_write_by_relative_path(deploy: 
 
 
 class Folders:
-    """The code of a function, and the folder of this process for it."""
+    """The code folder of a function, and the root folder in which this process makes its working folder."""
 
     def __init__(self, tmp_path: Path) -> None:
         (tmp_path / "root").mkdir()

@@ -342,7 +342,7 @@ async def test_sending_on_a_closed_link_does_nothing(
 
 
 async def test_a_frame_that_cannot_be_taken_ends_its_link_loudly(caplog: pytest.LogCaptureFixture) -> None:
-    """Frames before it in the same read are taken, and the other links of the loop go on."""
+    """The frames before the failing frame in the same read are delivered; the frames after it are not."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         link, taken, closed = Link(ours), list[int](), asyncio.Event()

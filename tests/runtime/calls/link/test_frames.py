@@ -1,4 +1,4 @@
-"""Frames: from any split of the stream, the limits of a header, and the numbers of the wire format."""
+"""Frames: they are read from any split of the stream, headers have limits, and the numbers of the wire format stay."""
 
 import struct
 
@@ -100,7 +100,7 @@ def test_a_head_that_is_no_timing_is_zero() -> None:
 
 
 def test_the_kinds_are_a_wire_format() -> None:
-    """The two ends may be of different releases: a kind never changes its number."""
+    """A kind never changes its number, because the two ends of a link may be of different releases."""
     assert {kind.name: kind.value for kind in FrameKind} == {
         "HELLO": 1, "ACTIVATE": 2, "READY": 3, "FAILED": 4, "WINDOW": 5, "INVOKE": 6, "RESULT": 8,
         "CHUNK": 9, "END": 10, "ERROR": 11, "RETURNED": 12, "CANCEL": 13, "MORE": 14, "DRAIN": 15, "FORK": 16,

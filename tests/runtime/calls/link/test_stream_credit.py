@@ -36,7 +36,7 @@ def test_bytes_are_limited_and_a_large_chunk_goes_alone() -> None:
 
 @given(st.integers(1, 4), st.integers(1, 20), st.lists(st.integers(0, 30) | st.none(), max_size=40))
 def test_never_more_than_allowed_is_on_its_way(chunks: int, size: int, steps: list[int | None]) -> None:
-    """A step of None: the reader receives the oldest chunk."""
+    """In a step of None, the reader receives the oldest chunk. Another step is the size of a chunk to send."""
     credit, out = Credit(chunks, size), list[int]()
     for step in steps:
         if step is None:
@@ -87,7 +87,7 @@ def test_grants_of_what_was_never_sent_do_not_count() -> None:
 
 @given(st.lists(st.integers(0, PIECE_BYTES), max_size=300))
 def test_a_sender_never_waits_for_a_report_that_does_not_come(sizes: list[int]) -> None:
-    """The reader has read all pieces, and has not reported some of them. The next piece fits all the same."""
+    """The credit allows the next piece, even if the reader has not yet reported some of the pieces that it has read."""
     credit, read = Credit(), ReadPieces()
     for size in sizes:
         assert credit.spend(size, 0)

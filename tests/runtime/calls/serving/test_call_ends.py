@@ -1,4 +1,7 @@
-"""Each API tells its clients to repeat a call that the gateway ended only if that is harmless: many repeat on statuses alone."""
+"""Each API lets its clients repeat a call that the gateway has ended only if a repetition is harmless.
+
+Many clients look at the status alone to decide whether they repeat a call.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ from pilotflame.runtime.plugins.torchserve.errors import torchserve_error
 
 ENDS = [replaced("f", 30.0), shutting_down(30.0)]
 CODES = ["revision_replaced", "shutting_down"]
-# TorchServe's clients and those of AWS repeat some statuses; 424 and 500 say that the model failed.
+# The error format of an API, and the statuses of a call that must not be repeated and of a call that may be repeated.
+# Clients of TorchServe and of AWS repeat calls with some statuses. 500 and 424 tell them that the model has failed.
 FORMATS = [
     (error_reply, 500, 503), (openai_error_reply, 500, 503), (tgi_error_reply, 500, 429), (torchserve_error, 500, 503),
     (sagemaker_error, 424, 503),
@@ -48,7 +52,7 @@ def test_an_api_invites_a_retry_only_where_it_is_harmless(
 
 @pytest.mark.parametrize("end", ENDS, ids=CODES)
 def test_clients_of_lambda_get_a_started_call_as_an_error_of_the_function(end: CallEnd) -> None:
-    """They repeat requests that fail with 5xx, and no errors of functions."""
+    """Clients of Lambda repeat requests that fail with 5xx, but they do not repeat a call after an error of the function."""
     assert (is_of_function(end(False)), is_of_function(end(True))) == (True, False)
     assert function_error(end(False), "id")["errorType"] == "Runtime.ExitError"
     assert (aws_error(end(True), "id").status, "Retry-After" in aws_error(end(True), "id").headers) == (

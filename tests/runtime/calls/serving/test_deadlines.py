@@ -1,4 +1,4 @@
-"""A deadline fires once, when it was set for, and not after it was cancelled."""
+"""A deadline fires once, at the time for which it was set, and not after it was cancelled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio
 
 
 def loop_timers(timers: deadlines.Deadlines) -> int:
-    """The number of timers of the event loop."""
+    """Return how many timers of the event loop belong to `timers`."""
     own = sum(not isinstance(timer, dict) for timer in timers._timers.values())
     return own + (timers._next is not None)
 
@@ -27,7 +27,7 @@ def invocation(name: str) -> Invocation:
 
 @pytest.mark.parametrize("soon_s", [2.0, 0.0])
 async def test_each_fires_once_unless_it_was_cancelled(monkeypatch, soon_s: float):
-    """With `soon_s` 0 all of them are in slots first."""
+    """With `soon_s` 0, each deadline waits in a slot first."""
     monkeypatch.setattr(deadlines, "SOON_S", soon_s)
     fired: asyncio.Queue[str] = asyncio.Queue()
     timers = deadlines.Deadlines(asyncio.get_running_loop(), lambda one: fired.put_nowait(one.id))
@@ -89,6 +89,6 @@ async def test_no_timer_keeps_a_retired_revision_in_memory():
     gone = weakref.ref(owner)
     del owner, timers
     gc.collect()
-    # A cancelled timer is in the heap of the event loop until its next iteration.
+    # The event loop refers to a cancelled timer until its next iteration.
     await asyncio.sleep(0)
     assert gone() is None

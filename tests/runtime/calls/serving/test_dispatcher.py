@@ -39,7 +39,7 @@ POINTS = [Point(1, 0.02, 0.03), Point(2, 0.03, 0.04)]
 
 
 class Scripted:
-    """A ready worker that does nothing with what it is sent."""
+    """A ready worker that keeps the invocations that it is sent, and never answers."""
 
     prefetches = False
     state = ReplicaState.READY
@@ -52,7 +52,7 @@ class Scripted:
         self.name, self.credit, self.calls = "w0", int(free), self
         self.start = SimpleNamespace(device=device, measured=list(measured))
         self.activation = Activation(10.0, 10.0, 10.0 + took_s)
-        # With enough slots, so that none of its calls is late.
+        # Give the worker enough slots, so that none of its calls is late.
         self.outstanding: Outstanding[Invocation] = Outstanding(9, batching=True)
         self.sent: list[Invocation] = []
 
@@ -114,7 +114,7 @@ async def test_a_refusal_is_for_those_who_wait_too_unless_they_may_wait_on():
 
 
 def aside(scene: Scene, first: Invocation) -> Invocation:
-    """Set an invocation aside that waits for the output of `first`. It came 2 s ago, with a hold time of 1 s."""
+    """Set aside, and return, an invocation that waits for the output of `first`. It arrived 2 s ago, with a hold time of 1 s."""
     now_s = time.monotonic()
     given = Invocation(
         "aside", b"1", now_s=now_s - 2.0, deadline_s=now_s + 60.0, hold_until_s=now_s - 1.0
@@ -166,7 +166,7 @@ async def test_a_function_that_stops_fails_equal_calls_that_wait():
 async def test_a_call_of_a_dead_worker_is_not_checked_again_and_again_until_it_is_recovered(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Its execution limit may have passed. Only its deadline counts, until the cause of the death is known."""
+    """Until the cause of the death is known, only the deadline of the call counts, even if its execution limit has passed."""
     worker, checks = Scripted(), 0
     scene = Scene(worker)
     call = scene.submit("call")
@@ -251,7 +251,7 @@ async def test_a_worker_on_another_device_brings_the_curve_of_that_device():
     scene = Scene()
     scene.curves.write("cuda", POINTS)
     scene.curves.write("cpu", [Point(4, 0.5, 0.5)])
-    # Until a worker is there, the curve that was stored last counts.
+    # Before the first worker starts, the dispatcher uses the curve that was stored last.
     scene.start()
     assert [point.size for point in scene.dispatcher.durations.learned] == [4]
     scene.dispatcher.adopt(Scripted(device="cuda"))
@@ -264,7 +264,7 @@ async def test_a_worker_that_has_not_started_is_expected_to_run_as_many_batches_
     scene = Scene(max_batch=2, concurrency=6)
     scene.curves.write("", POINTS)
     scene.start()
-    # Three batches of two at a time, and one of one.
+    # A worker runs three batches at a time. Seven items are three batches of two items and one batch of one item.
     assert scene.dispatcher.durations.work_s(7) == pytest.approx((3 * 0.03 + 0.02) / 3)
 
 
@@ -277,7 +277,7 @@ async def test_the_time_to_respond_to_a_batch_is_learned(monkeypatch: pytest.Mon
     timing = (0.0, 0.01, 1, 1.0)
     scene.dispatcher.complete(worker, invocation, Output(b"1", ""), timing, now_s, BatchEnd(1, 1.0, 0.01))
     assert seen == []
-    # The loop comes to it after what it has to do now, such as sending the responses.
+    # The event loop takes the time after its present work, such as sending the responses.
     await asyncio.sleep(0)
     assert len(seen) == 1
     assert 0 <= seen[0] < 60
@@ -299,7 +299,7 @@ def handler(events):
 
 
 async def together(function, gate: Gate, events: list[object]) -> list:
-    """Invoke all events at once while another invocation holds the worker. The events then form one batch."""
+    """Invoke all events while another invocation occupies the worker, so that the events form one batch. Return the responses."""
     first = asyncio.create_task(function.answer("first"))
     await gate.next("first")
     calls = [asyncio.create_task(function.call(event)) for event in events]
@@ -334,7 +334,7 @@ def handler(events):
         threading.Event().wait()
     return [[event, os.getpid()] for event in events]
 """
-    # Long enough for all calls to arrive while the first one holds the worker.
+    # The limit is long enough for all calls to arrive while the first call occupies the worker.
     function = await deploy(source, {**ONE, "execution_timeout_s": 3.0}, gate=gate)
     pid = (await function.answer("before"))[1]
     answers = await together(function, gate, [1, 2, 3, "stuck", 4, 5, 6])
@@ -365,7 +365,7 @@ def handler(event):
     pid = await function.answer("before")
     stuck = asyncio.create_task(function.call("stuck"))
     await gate.next("stuck")
-    # The neighbour's time limit ends later than the stuck call's limit.
+    # Start the neighbour later, so that its time limit ends after the stuck call's limit.
     await asyncio.sleep(1.0)
     neighbour = asyncio.create_task(function.answer("neighbour"))
     arrival = await gate.next("neighbour")
@@ -378,7 +378,7 @@ def handler(event):
     await gone(pid)
 
 
-# Calls that take so little time that their worker is handed several at a time.
+# The calls are so short that their worker is sent several at a time.
 SHORT = """
 import gate, os
 def handler(event):
@@ -442,7 +442,7 @@ def handler(event):
     return os.getpid()
 """
     function = await deploy(source, {**ONE, "execution_timeout_s": 1.0})
-    # So short that the worker prefetches.
+    # The calls are so short that the worker begins to prefetch.
     for _ in range(20):
         pid = await function.answer(0)
     assert await asyncio.gather(function.answer(0.7), function.answer(0.7)) == [pid, pid]
@@ -463,7 +463,7 @@ def handler(event, context):
     call = asyncio.create_task(function.answer("again"))
     (await gate.next("setup")).go()
     second = await gate.next("setup")
-    # Longer than a call of the handler may take.
+    # The start takes longer than `execution_timeout_s`, which must not limit it.
     await asyncio.sleep(0.6)
     second.go()
     assert await call == 2
@@ -495,7 +495,7 @@ async def test_a_caller_who_cannot_wait_for_an_activation_is_refused_and_causes_
     function = await deploy(source, {**ONE, "scale.idle_timeout_s": 0.05}, gate=gate, check=False)
     first = asyncio.create_task(function.answer(1))
     arrival = await gate.next("setup")
-    # So long the activation takes.
+    # Make the activation take longer than the time limit of the next call.
     await asyncio.sleep(0.3)
     arrival.go()
     assert await first == 1
@@ -503,7 +503,7 @@ async def test_a_caller_who_cannot_wait_for_an_activation_is_refused_and_causes_
     refused = await function.call(2, X_Request_Timeout="0.1")
     assert (refused.status_code, failure(refused)["type"]) == (503, "overloaded")
     assert 0.1 < failure(refused)["details"]["retry_after_s"] < 60
-    # Started because of the refused one.
+    # The refused call has started a worker.
     (await gate.next("setup")).go()
     assert await function.answer(2) == 2
 
@@ -551,7 +551,7 @@ async def test_priority_then_fairness_then_deadlines(gateway, deploy, gate: Gate
         "a2",
         "a3",
     ]
-    # Tenants alternate, though the other came first.
+    # Tenants alternate, although a0 to a3 came before the calls of tenant b.
     assert set(ran[2:6]) >= {"b0", "b1"}
 
 
@@ -569,13 +569,13 @@ def handler(events):
     assert gateway.server is not None
     queue = gateway.server.functions.live(function.name).dispatcher.queue
     sizes = [point.size for point in queue.curve.points]
-    # Measured at deployment.
+    # The curve was measured at the deploy.
     assert sizes == [1, 2, 4]
     await function.settled()
     again = await deploy(source, {**ONE, "scale.min": 1})
     queue = gateway.server.functions.live(again.name).dispatcher.queue
     assert [point.size for point in queue.curve.points] == sizes
-    # And its worker did not measure.
+    # The new worker has not measured, so this call is its handler's first.
     assert await again.answer(0) == [1]
 
 
@@ -592,7 +592,7 @@ def handler(events):
     return [[event, os.getpid()] for event in events]
 """
     function = await deploy(source, {**ONE, "execution_timeout_s": 0.6}, gate=gate)
-    # Seven calls.
+    # Bisection makes seven handler calls of 0.2 s. Together they exceed the limit of 0.6 s.
     answers = await together(function, gate, [1, 2, 3, "bad", 4, 5, 6, 7])
     bad = answers.pop(3)
     assert [answer.json()[0] for answer in answers] == [1, 2, 3, 4, 5, 6, 7]
@@ -601,7 +601,7 @@ def handler(events):
 
 
 async def _beside_a_short_deadline(deploy, call_s: float, deadline_s: float) -> None:
-    """Send a call with a deadline beside 50 longer calls to one worker, which must answer all 50."""
+    """Send a call with a short deadline to a worker with 50 equal calls without one. The worker must answer all 50."""
     source = """
 import os, time
 def handler(event):
@@ -627,5 +627,5 @@ async def test_a_callers_deadline_ends_no_other_call(deploy, monkeypatch):
 
 @pytest.mark.slow
 async def test_a_callers_deadline_ends_no_call_of_40_seconds(deploy):
-    """Longer than the grace and the time for an exit together."""
+    """The calls take longer than CANCEL_GRACE_S and EXIT_TIMEOUT_S together."""
     await _beside_a_short_deadline(deploy, 40.0, 1.0)

@@ -12,7 +12,7 @@ from pilotflame.runtime.calls.serving import equal_calls, response_cache
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# The first two calls wait at the gate, and a call that is asked to fails.
+# Each handler call waits at the gate. The event "fail" then makes it fail.
 WAITS = """
 import itertools
 import gate
@@ -49,7 +49,7 @@ async def test_one_runs_and_the_others_get_its_output(
     monkeypatch.setattr(response_cache, "MAX_ANSWER_BYTES", 1000)
     function = await deploy(WAITS, SETTINGS, gate=gate)
     running = asyncio.gather(*(function.call({"size": size}) for _ in range(5)))
-    # aiohttp reads requests with Prefer, and not the transport of plain calls.
+    # Call by the gateway's other path: aiohttp reads requests with Prefer, and not the transport of plain calls.
     other = asyncio.create_task(function.call({"size": size}, Prefer="wait=9"))
     first = await gate.next("begun")
     await waits(gateway, function, 5)

@@ -1,4 +1,4 @@
-"""The input of an invocation that its caller sends in pieces. tests/runtime/calls/worker/test_exchange.py has its other end."""
+"""The input of an invocation that its caller sends in pieces. tests/runtime/calls/link/test_exchange.py tests its other end."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_the_first_end_wins(ends: list[str]) -> None:
 
 
 async def test_what_the_handler_reads_beside_the_input_is_json_from_the_beginning() -> None:
-    """Otherwise the dispatch would fail, and end the link of a worker."""
+    """Refuse such a value when the invocation is made. Otherwise its dispatch would fail, and end the link of a worker."""
     deep: Any = []
     for _ in range(300):
         deep = [deep]
@@ -91,7 +91,7 @@ async def test_a_batch_that_killed_its_worker_runs_again_one_by_one() -> None:
 
 
 async def test_an_end_after_the_caller_stopped_waiting_is_ignored() -> None:
-    """aiohttp cancels the task that awaits the answer when its caller goes away."""
+    """When a caller goes away, aiohttp cancels the task that awaits the answer, and so cancels `output`."""
     for end in ENDS.values():
         invocation = make()
         invocation.output.cancel()

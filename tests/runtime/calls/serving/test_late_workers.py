@@ -21,14 +21,14 @@ from simulated_time import SimulatedLoop, run_simulated
 Kind = Literal["short", "long", "locked"]
 MOST_WORKERS, MOST_LONG = 4, 3
 SHORT_CALL_S, LONG_CALL_S = 0.0005, 2.0
-# Timers are later than they are set to by at most this time.
+# Simulated timers fire at most this time late.
 LATE_TIMER_S = 0.003
 GAPS = st.sampled_from((0.0, 0.0, 0.0004, 0.003, 0.008, 0.015, 0.06, 0.7))
 KINDS: st.SearchStrategy[Kind] = st.sampled_from(("short", "short", "short", "long", "locked"))
 
 
 class Watched:
-    """A function with short and long calls, and what must hold of its workers at any time."""
+    """A function with short and long calls. `check` has the conditions that its workers meet at any time."""
 
     def __init__(self, node: SimulatedNode, batch: int) -> None:
         self.node, self.batch = node, batch
@@ -53,16 +53,16 @@ class Watched:
         self.node.call("f", plan)
 
     def check(self) -> bool:
-        """Check the present state. It is called whenever nothing is left to do before the next timer."""
+        """Check the present state. The simulated loop calls this whenever nothing is left to do before the next timer."""
         workers, now_s = self.workers, self.node.loop.time()
         replicas, queued = workers.replicas, len(workers.revision.dispatcher.queue)
         late = [one for one in replicas.ready if self.is_late(one, now_s)]
         kept = [one for one in late if one.outstanding.load > one.outstanding.slots and not is_locked(one)]
-        # An idle worker may wait for a batch to grow.
+        # With batches, calls may be queued while a worker is idle, because the worker may wait for a larger batch.
         assert self.batch > 1 or not (queued and replicas.idle), (
             "a call waits in the queue while a worker is idle"
         )
-        # A call waits for at most as long as a start takes, until the start begins.
+        # If all ready workers have been late for as long as a start takes, another worker must be starting.
         stuck = [
             one
             for one in late

@@ -1,4 +1,4 @@
-"""Latency curves on disk: what was written is read, and a damaged file holds nothing."""
+"""Latency curves on disk: curves that were written are read again, and a damaged file counts as empty."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def handler(event):
         return "a frame could not be taken" in log.text
 
     await until(told, "the broken protocol in the gateway's log")
-    # The worker ends, and the caller learns that the output is not complete.
+    # The gateway ends the worker. A new worker answers the next call.
     await function.settled(ready=0)
     writer.transport.abort()
     assert (await function.call(1)).text.count("x") == 100_000
@@ -156,7 +156,7 @@ def teardown(context):
     worker = (await gate.next("runs")).pid
     os.kill(worker, signal.SIGTERM)
     await function.settled(draining=1)
-    # Longer than the time for the exit, which begins when nothing runs any more.
+    # Wait longer than EXIT_TIMEOUT_S. It counts only from the end of the last call, so the running call is not killed.
     await asyncio.sleep(0.5)
     gate.open()
     assert await running == worker
@@ -244,7 +244,7 @@ async def test_an_invocation_sent_to_a_draining_worker_is_not_lost(gateway, depl
     revision = gateway.server.functions.live(function.name)
     descriptor = os.pidfd_open(before)
     os.kill(before, signal.SIGTERM)
-    # The event loop is blocked, so the gateway does not notice.
+    # Wait without the event loop, so that the gateway does not notice the worker's drain.
     select.select([descriptor], [], [], 0.05)
     os.close(descriptor)
     now_s = time.monotonic()

@@ -32,7 +32,7 @@ CACHED = {"response_cache.ttl_s": 600}
 
 
 def status(response: httpx.Response) -> str:
-    """Return the Cache-Status without the name of the cache and the rest of the time to live."""
+    """Return the Cache-Status without the name of the cache and without the remaining time to live."""
     name, _, text = response.headers["Cache-Status"].partition("; ")
     assert name == "pilotflame"
     return str(text.partition("; ttl=")[0])
@@ -46,7 +46,7 @@ async def called(function: Function, event: object = {}, **headers: str) -> tupl
 
 
 async def metrics(gateway: Gateway, function: Function) -> dict[str, float]:
-    """Return the metrics of the response cache of a function, by the rest of their names."""
+    """Return the values of a function's response cache metrics, by their names without the common prefix."""
     lines = (await gateway.client.get("/metrics")).text.splitlines()
     return {
         line.partition("{")[0].removeprefix("pilotflame_response_cache_"): float(line.rpartition(" ")[2])
@@ -83,7 +83,7 @@ async def test_a_function_without_the_setting_has_no_cache(deploy):
 async def test_both_paths_of_the_gateway_and_dialects_share_the_answers(deploy, gateway: Gateway):
     function = await deploy(COUNTS, CACHED)
     assert await called(function) == ("fwd=miss; stored", 0)
-    # aiohttp reads requests with Prefer, and not the transport of plain calls.
+    # Call by the gateway's other path: aiohttp reads requests with Prefer, and not the transport of plain calls.
     assert await called(function, Prefer="wait=9") == ("hit", 0)
     event = {"specversion": "1.0", "id": "1", "source": "here", "type": "t", "data": {}}
     headers = {"Content-Type": "application/cloudevents+json"}
@@ -187,7 +187,7 @@ async def test_no_key_gets_the_answer_of_another_key(state):
         assert await called(function, **first) == ("fwd=miss; stored", 0)
         assert await called(function, **second) == ("fwd=miss; stored", 1)
         assert await called(function, **first) == ("hit", 0)
-        # A key that fills the room drops only its own answers.
+        # A key that stores too many bytes drops only its own answers.
         for number in range(20):
             await called(function, {"size": 100_000, "number": number}, **second)
         assert await called(function, **first) == ("hit", 0)
@@ -207,7 +207,7 @@ class Stored:
 
 
 class Store(RuleBasedStateMachine):
-    """The store holds at most its room, and gives an answer only to the tenant and the revision that stored it."""
+    """The store uses at most ROOM bytes, and returns an answer only to the tenant and the revision that stored it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ async def test_the_answer_that_was_unused_for_longest_is_dropped_first():
     assert cache.get(keys[0], 1.0) is not None
     assert cache.put(keys[4], Output(b"x" * size, ""), 1.0, 10.0)
     assert [cache.get(key, 2.0) is not None for key in keys] == [True, False, True, True, True]
-    # An expired answer of another key gives its room back.
+    # Tenant b can store an answer only when answers of tenant a have expired and freed their bytes.
     other = cache.key("f", "b", b"")
     assert not cache.put(other, Output(b"x" * size, ""), 5.0, 10.0)
     assert cache.put(other, Output(b"x" * size, ""), 10.5, 10.0)

@@ -70,7 +70,7 @@ async def test_one_more_is_started_near_the_limit(deploy, gate: Gate):
         await gate.next()
     assert {arrival.pid for arrival in gate.arrived} == set(await function.pids("worker"))
     await function.settled(ready=1, in_flight=4)
-    # The fifth of five: a sixth would wait.
+    # With the fifth call, the worker has no free slot, and a sixth call would wait.
     calls.append(asyncio.create_task(function.answer(4)))
     await function.settled(ready=2, in_flight=5)
     gate.open()
@@ -198,7 +198,7 @@ async def test_a_worker_killed_while_it_restores(deploy, gate: Gate):
     call = asyncio.create_task(function.answer(1))
     first = await gate.next("setup")
     os.kill(first.pid, signal.SIGKILL)
-    # Another is started for the invocation that waits.
+    # The gateway starts another worker for the waiting invocation.
     second = await gate.next("setup")
     assert second.pid != first.pid
     second.go()
@@ -341,7 +341,7 @@ async def test_a_revision_that_retires_accepts_nothing_more(gateway, deploy, gat
 
 
 async def test_nothing_keeps_a_replaced_revision_in_memory(gateway, deploy, gate: Gate):
-    """Timers of jobs with a long time to live and of disconnected callers do not keep a reference to it."""
+    """No timer of a job with a long time to live, or of a disconnected caller, refers to the old revision."""
     source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
     function = await deploy(source, {"concurrency": 2, "scale.max": 1, "timeout_s": 7200.0}, gate=gate)
     job = await function.client.post(
@@ -445,7 +445,7 @@ async def test_a_worker_that_drains_is_no_error(deploy):
 
 
 class Calls:
-    """A revision. This object stands for its dispatcher, its workers and its watcher, and notes the calls of the watcher."""
+    """A revision. This object replaces its dispatcher, its workers and its watcher. `told` records their calls."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.told: list[Any] = []
@@ -516,7 +516,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         (3, None, 1, ["look"]),
         (2, 1, 1, [("queued", 2), "look_soon"]),
         (2, 2, 1, ["look"]),
-        # A longer queue needs no worker that there cannot be.
+        # With the most workers that `scale.max` allows, a longer queue starts no further worker.
         (2, 2, 3, [("queued", 3)]),
         (3, 2, 3, ["look"]),
     ],
@@ -566,7 +566,7 @@ async def test_calls_that_waited_for_a_start_and_calls_that_could_not_are_slow(c
         calls.call()
     assert calls.told == ["on_refused"]
     assert calls.revision.slow == (2, 3)
-    # With a ready worker, a refusal is no matter of its start.
+    # With a ready worker, the refused call was not refused because of a start, so `slow` does not count it.
     calls.ready.append(None)
     with pytest.raises(Overloaded):
         calls.call()

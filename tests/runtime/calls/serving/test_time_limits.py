@@ -56,7 +56,7 @@ class Plan:
 
 
 class Worker:
-    """A worker process and its end of the link. It stands for the child and for its link."""
+    """A simulated worker. It replaces both the child process and the link of a replica."""
 
     output = None
     pid = 1
@@ -160,7 +160,7 @@ class Worker:
 
 
 class Revision:
-    """The pool and the revision of the dispatcher, with at most one worker that is sent invocations."""
+    """Replaces the pool and the revision of a dispatcher. At most one worker at a time is sent invocations."""
 
     def __init__(self, make: Callable[[str], Worker], policy: Policy) -> None:
         self.replicas = ReplicaList()
@@ -295,11 +295,11 @@ def test_a_limit_ends_what_it_limits_and_nothing_else(
         assert outcome.ended_s <= min(plan.timeout_s, plan.leaves_s) + TOLERANCE_S
         assert result is None or isinstance(result, (Output, DeadlineExceeded, Overloaded)), (plan, result)
         if isinstance(result, DeadlineExceeded):
-            # Its own deadline has passed, or its own handler call has taken too long.
+            # A call ends with DeadlineExceeded only because of its own deadline or the time of its own handler call.
             late = outcome.ended_s >= plan.timeout_s - TOLERANCE_S
             assert late or (limit_s is not None and plan.takes_s >= limit_s), (plan, result.message)
     for worker in found.workers:
-        # Only calls that have taken longer than the function allows are left when a worker is killed.
+        # A worker is killed only when all its running calls have taken longer than the function allows.
         most_s = (limit_s or LIMIT_S) + (0.0 if max_batch > 1 and limit_s else GRACE_S)
         assert all(ran_s >= most_s - TOLERANCE_S for ran_s in worker.killed_after_s)
     assert found.timers == 0

@@ -1,4 +1,4 @@
-"""Groups of a batch handler: packed by cost, bisected, limited when memory runs out; on threads and on the loop."""
+"""Groups of a batch handler, on threads and on the event loop: packing by cost, bisection, and the limit after memory ran out."""
 
 import asyncio
 import threading
@@ -44,7 +44,7 @@ class Written:
         self.frames += FrameReader().feed(b"".join(parts))
 
     def answers(self) -> dict[int, Any]:
-        """Return each channel's answer, or the type of its error. Each channel may have one."""
+        """Return each channel's answer, or the type of its error. Fail if a channel has more than one."""
         found: dict[int, Any] = {}
         for frame in self.frames:
             if frame.kind != FrameKind.WINDOW:
@@ -71,7 +71,7 @@ Act = Callable[[list[Call], Runner], None]
 
 
 def calls_of(events: list[Any], deadlines_s: dict[int, float] | None = None) -> list[Call]:
-    """One call an event, on channels from 1 on."""
+    """Return one call for each event, on channels from 1."""
     found = []
     for channel, event in enumerate(events, start=1):
         flag, deadline_s = Cancellation(), (deadlines_s or {}).get(channel)
@@ -117,7 +117,7 @@ def run(
     written: Written | None = None,
     **spec: Any,
 ) -> tuple[Written, Runner]:
-    """One group of these events through the handler, plain or async; what was sent."""
+    """Run these events, or `calls`, as one group with the handler, plain or async. Return the sent frames and the runner."""
     group = calls_of(events) if calls is None else calls
     kept = written or Written()
 
@@ -302,7 +302,7 @@ def test_a_group_over_the_cost_is_split_and_each_part_is_answered_when_it_ends(l
     assert {channel: timing.cost for channel, timing in written.timings().items()} == {
         1: 5.0, 2: 1.0, 3: 30.0, 4: 1.0, 5: 5.0,
     }  # fmt: skip
-    # The gateway gets a window for each further call.
+    # A WINDOW frame reports the start of each further handler call, and names its first channel.
     assert [head["call"] for head in written.windows()] == [5, 3]
 
 
@@ -345,7 +345,7 @@ def test_running_out_of_memory_halves_the_limit_and_answers_every_call(loop: boo
 
 
 class Tensor:
-    """An object in a reference cycle, as objects of autograd and modules often are."""
+    """An object that only the garbage collector frees, because it is in a reference cycle, as objects of torch often are."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -395,7 +395,7 @@ def test_an_item_too_large_alone_does_not_end_batching(loop: bool) -> None:
 
 @asynccontextmanager
 async def running(call: Callable[..., Any], events: list[Any], **spec: Any) -> Any:
-    """(runner, what it sends) of an async handler that has a group of these events."""
+    """Submit these events to an async handler as one group. Yield its runner and the frames that it sends."""
     written = Written()
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         handler = resolved(batch(**{"max_size": 8} | spec)(call))
@@ -452,13 +452,13 @@ def handler(events):
 
 
 async def together(function: Any, gate: Gate, events: list[Any]) -> list[Any]:
-    """The responses to events that wait until all of them are there."""
+    """Return the responses to the events. A call occupies the worker until all events have arrived."""
 
     async def there() -> bool:
         status = await function.status()
         return bool(
             status["queued"] + status["in_flight"] == 1 + len(events)
-        )  # a full group may be at the worker
+        )  # in_flight, because a full group may already be at the worker
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(function.answer("hold"))
@@ -490,7 +490,7 @@ async def test_31_right_answers_and_one_typed_error(deploy: Any, gate: Gate) -> 
 async def test_a_worker_whose_memory_ran_out_is_given_less(deploy: Any, gate: Gate) -> None:
     statement = "if len(events) > 8: failed.append(1); raise MemoryError"
     function = await deploy(HOLDS.format(statement=statement), {"scale.max": 1}, gate=gate)
-    for _ in range(2):  # the second time the limit is known
+    for _ in range(2):  # in the second round, no call fails, because the limit is known
         answers = [response.json() for response in await together(function, gate, list(range(32)))]
         assert [event for event, *_ in answers] == list(range(32))
         assert {(size, failures) for _, size, failures, _ in answers} == {(8, 2)}

@@ -12,7 +12,7 @@ import pytest
 from pilotflame.runtime.calls.link.worker_spec import CompiledCode
 from pilotflame.runtime.calls.worker import compiled_code
 
-# Takes a folder as a zygote does, says where, and holds it until its input ends.
+# Takes a folder as a zygote does, prints its path, and uses the folder until stdin ends.
 TAKE = """
 import sys
 from pathlib import Path
@@ -39,7 +39,7 @@ class Taker:
         )
         assert self.process.stdout is not None
         self.folder = Path(self.process.stdout.readline().strip())
-        # As the compilers do.
+        # Make the folders that the compilers would make.
         for name in ("inductor", "triton", "cuda"):
             (self.folder / name).mkdir(exist_ok=True)
 
@@ -50,7 +50,7 @@ class Taker:
 
 
 def used(root: Path, code: str, limit_bytes: int = 1 << 20) -> Path:
-    """The folder that a process has taken, which has ended."""
+    """Let a process take a folder and end. Return the folder."""
     return Taker(root, code, limit_bytes).end()
 
 
@@ -75,11 +75,11 @@ def test_another_key_starts_empty_and_the_last_one_stays(root: Path) -> None:
         folders.append(used(root, code))
         assert not list((folders[-1] / "inductor").iterdir())
         (folders[-1] / "inductor" / "kernel").write_text(code)
-        # The order of two uses may be closer than the clock of the file system.
+        # Set the time of each use, because the clock of the file system may give two uses the same time.
         os.utime(folders[-1], (number, number))
     assert len(set(folders)) == 3
     assert set(root.iterdir()) == set(folders[1:])
-    # The folder that was used last, not the folder that was made last.
+    # The last use of a folder decides whether it stays, not the time at which it was made.
     assert used(root, "b") == folders[1]
     os.utime(folders[2], (1, 1))
     last = used(root, "d")
@@ -140,7 +140,7 @@ def test_libraries_that_were_not_finished_are_removed(root: Path) -> None:
     holder = Taker(root, "a")
     left = {path.name for path in inductor.rglob("*.*") if path.is_file()}
     assert left == {"cab.main.cpp", "cab.so", "cx.h"}
-    # Another process may be compiling it now.
+    # While `holder` uses the folder, its process may be compiling the file. So the file stays.
     (inductor / "ab" / "cab.main.so").write_text("half")
     used(root, "a")
     assert (inductor / "ab" / "cab.main.so").exists()
@@ -182,7 +182,7 @@ def test_the_end_of_a_zygote_is_noted(root: Path) -> None:
     os.utime(folder, (0, 0))
     compiled_code.note_end(CompiledCode(folder=root, code="a", limit_bytes=1))
     assert folder.stat().st_mtime > 0
-    # A function that has compiled nothing has no folder.
+    # `note_end` makes no folder for a function that has compiled nothing.
     compiled_code.note_end(CompiledCode(folder=root, code="b", limit_bytes=1))
     assert list(root.iterdir()) == [folder]
 
@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_made_is_no_failure(root: Path, capfd: pytest.Ca
 
 
 def shown(path: Path | None = None) -> str:
-    """What a process with `path` first on its path sees of the platform."""
+    """Return the platform as seen by a process that imports from `path` first."""
     environ = {**os.environ, "PYTHONPATH": str(path)} if path else dict(os.environ)
     done = subprocess.run(
         [sys.executable, "-c", TAKE, "shown"], env=environ, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""What a worker asks torch about its devices. No GPU is here, so torch's answers are set by hand."""
+"""What a worker asks torch about its devices. The tests set torch's answers, so they need no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worker_process import WorkerProcess
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Give the process two devices, the second of them used. The list has the numbers of the devices that were waited for."""
+    """Simulate two devices. The process has used the second one. Return the list of the devices that were waited for."""
     waited = list[int]()
     for name, found in {
         "is_initialized": lambda: True, "device_count": lambda: 2, "get_device_name": lambda: "H100",
@@ -54,12 +54,12 @@ def test_the_causes_of_an_error_count() -> None:
     wrapped.__cause__ = RuntimeError("device-side assert triggered")
     assert devices.may_be_of_device(wrapped)
     assert not devices.may_be_of_device(ValueError("n is missing"))
-    # A chain that the user has closed to a ring ends too.
+    # The search ends even if the chain of causes is a cycle.
     wrapped.__cause__ = wrapped
     assert not devices.may_be_of_device(wrapped)
 
 
-# Its device fails for good in the rehearsal.
+# A handler whose rehearsal makes each later use of its device fail.
 BREAKS_IN_REHEARSAL = """
 import torch
 def fail(number):

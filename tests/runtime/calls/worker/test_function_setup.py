@@ -1,6 +1,6 @@
-"""The hint for handlers that load weights at import: it has the class that the code used, and works as it stands.
+"""The hint for handlers that load weights at import: it names the class that the code used, and its code runs unchanged.
 
-The last tests show that settings of the function reach the snapshots of its workers.
+Also settings that reach the snapshots of a worker, the event loop of hooks, and the level of logging.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     from tiny_models import write_bert
 
-    # Large enough for a hint.
+    # Make the weights large enough for a hint.
     sizes = {"hidden_size": 256, "vocab_size": 9000}
     return write_bert(tmp_path_factory.mktemp("bert"), "BertForSequenceClassification", **sizes)
 
@@ -76,7 +76,7 @@ def test_the_hint_for_a_pipeline_is_code_that_works(folder: Path, monkeypatch: p
     snapshot = Snapshot(folder, create(folder))
     pipe = build(types.SimpleNamespace(snapshot=snapshot))  # type: ignore[operator]
     snapshot.open()
-    # On a machine with a GPU, the pipeline of the handler uses it, and the hint has these lines.
+    # On a machine with a GPU, the pipeline of the handler uses the GPU, and the hint has a `setup`.
     if setup := code.get("setup"):
         setup(types.SimpleNamespace(state=pipe))  # type: ignore[operator]
     [found] = pipe("the sea is calm")
@@ -153,7 +153,7 @@ def test_checksums_are_made_where_a_function_parks(start: Callable[..., WorkerPr
 
 
 def test_a_plugin_that_an_environment_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """The function works without the observers of its calls."""
+    """An observer that cannot be imported is left out and logged, so that the function works without it."""
     places = ("no_such_plugin.worker:observe", "json:no_such_name")
     spec = WorkerSpec(function="f", revision="r1", code=Path("/code"), observers=places)
     assert list(function_setup._observers(spec)) == []

@@ -113,7 +113,7 @@ async def test_a_busy_loop_is_reported_when_the_calling_thread_goes_on(
     monkeypatch.setattr(host, "LOOP_TIMEOUT_S", 0.02)
     asking = threading.Thread(target=rig.host.retire)
     asking.start()
-    # The event loop is blocked until the thread has gone on.
+    # Block the event loop until the thread has gone on.
     asking.join(LIMIT_S)
     assert rig.drained == []
     assert "busy for 0.02 s; going on before the drain" in capfd.readouterr().err
@@ -149,7 +149,7 @@ def handler(event, context):
         asked = [tasks.create_task(function.answer(True)) for _ in range(4)]
     pids = [task.result() for task in asked]
     assert first in pids
-    assert len(set(pids)) == 4  # the invocations queued behind it never started there
+    assert len(set(pids)) == 4  # an invocation that is queued at a retiring worker runs on another
 
 
 @live
@@ -239,7 +239,7 @@ async def handler(event, context):
             tasks.create_task(function.answer({"size": 3 if n < 3 else 1, "n": n}))
         there = [await gate.next(), await gate.next()]
         first.go()
-        await gate.next("3")  # it makes the worker small again while three run
+        await gate.next("3")  # call 3 sets the concurrency to 1 while three calls run
         tasks.create_task(function.answer({"size": 1, "n": 4}))
         for arrival in there:
             arrival.go()
@@ -263,6 +263,6 @@ async def handler(event, context):
         asked = [tasks.create_task(function.error(n)) for n in range(3)]
         arrived = [await gate.next() for _ in range(3)]
         arrived[0].go()
-    # No call may run again: all had started, although `concurrency` in the settings is smaller.
+    # No call may run again, because all three had started: the handler has raised the concurrency.
     assert [task.result()["type"] for task in asked] == ["worker_died"] * 3
     assert len(gate.arrived) == 3

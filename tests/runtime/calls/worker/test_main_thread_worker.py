@@ -107,7 +107,7 @@ def handler(seconds):
     function = await deploy(source, {"scale.max": 1})
     word, pid = await function.answer(1000)
     assert word == "late"
-    # The alarm of a call that has ended raises between two calls, and concerns neither.
+    # The alarm of a call that has ended raises between two calls, and fails neither of them.
     assert await function.answer(0) == ["in time", pid]
     await function.logged("Between two calls")
     assert await function.answer(1000) == ["late", pid]
@@ -173,7 +173,7 @@ async def test_processes_of_a_handler_have_what_they_would_have_in_a_script(
 ) -> None:
     function = await deploy(PROCESSES.replace("PREFIX", ""), {"scale.max": 1})
     answers = [await function.answer() for _ in range(3)]
-    # The children end by SIGTERM, which must not end their worker.
+    # SIGTERM ends the children, and must not end their worker.
     assert len({pid for pid, _ in answers}) == 1
     assert answers[-1][1] == [[True, True, -1, []]] * 2
 
@@ -186,7 +186,7 @@ async def test_an_async_handlers_worker_outlives_its_processes(deploy: Callable[
     assert [child[:3] for child in answers[-1][1]] == [[True, True, -1]] * 2
 
 
-# For minutes, and without a look at signals.
+# Runs native code for minutes, during which Python handles no signal.
 IN_NATIVE_CODE = """
 import hashlib, os
 def handler(event):

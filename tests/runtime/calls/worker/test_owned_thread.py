@@ -1,4 +1,4 @@
-"""A worker's thread that fails ends the worker with its traceback, and no thread of a worker starts otherwise."""
+"""A thread that fails ends its worker with a traceback. `start_thread` starts all threads of a worker, so this is true of each."""
 
 from __future__ import annotations
 

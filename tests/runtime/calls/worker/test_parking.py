@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from simulated_device import ADDED
 from worker_process import WorkerProcess as Process
 
-# It can fill the memory of the device: the next allocation there fails as on a real one.
+# The handler can fill the memory of the device. The next allocation on the device then fails, as on a real device.
 HANDLER = (
     ADDED
     + """
@@ -98,7 +98,7 @@ def test_calls_that_arrive_while_it_parks_are_answered_in_order(worker: Process,
     worker.send(FrameKind.PARK)
     for channel in (1, 2, 3):
         worker.invoke(channel, ONES)
-    # If they come with the PARK, nothing is parked.
+    # If the calls arrive together with PARK, the worker does not park, and sends no PARKED.
     frames = [worker.frame() for _ in range(3)]
     if any(frame is not None and frame.kind == FrameKind.PARKED for frame in frames):
         frames = [*frames, worker.frame()]
@@ -111,7 +111,7 @@ def test_calls_that_arrive_while_it_parks_are_answered_in_order(worker: Process,
 def test_what_it_is_told_last_holds(worker: Process, right: Any) -> None:
     for number, kind in enumerate((FrameKind.PARK, FrameKind.UNPARK, FrameKind.PARK, FrameKind.PARK)):
         worker.send(kind, number)
-    # Some parks are never answered, because the next frame is there already, but the last one is.
+    # The worker may ignore a PARK if the next frame has already arrived, but it answers the last PARK.
     while worker.expect(FrameKind.PARKED).channel != 3:
         pass
     worker.invoke(1, ONES)
@@ -166,7 +166,7 @@ def test_a_worker_without_weights_is_parked_too(tmp_path: Path) -> None:
     process.close()
 
 
-# It writes what it calls into the file `log`, and fails or waits as files tell it.
+# Its hooks and its handler write into the file `log`. The files `broken`, `slow` and `full` make the hooks fail or wait.
 HOOKED = """
 import asyncio, os
 
@@ -264,7 +264,7 @@ def test_a_worker_that_ends_while_parked_is_not_unparked(hooked: Process) -> Non
 def test_teardown_waits_for_a_running_hook(hooked: Process, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "slow")
     hooked.send(FrameKind.PARK)
-    # The end of the pipe opens once the hook has opened its own.
+    # `open` returns when the hook has opened its end of the pipe. So the hook is running.
     with (tmp_path / "slow").open("w"):
         hooked.send(FrameKind.DRAIN)
         hooked.expect(FrameKind.DRAIN)

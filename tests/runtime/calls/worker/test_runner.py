@@ -103,7 +103,7 @@ class Rig:
         self.runner.submit(call, more)
 
     def group(self, *events: Any, first: int = 1) -> None:
-        """One group, on channels from `first` on."""
+        """Submit the events as one group, on channels from `first`."""
         for number, event in enumerate(events):
             self.submit(first + number, event, more=len(events) - 1 - number)
 
@@ -122,7 +122,7 @@ class Rig:
         return frames
 
     async def answer(self) -> tuple[int, Any]:
-        """(channel, the answer) of a RESULT, or (channel, the error's type) of an ERROR."""
+        """Return the channel and the answer of a RESULT, or the channel and the error's type of an ERROR."""
         frame = await self.frame()
         assert frame.kind in (FrameKind.RESULT, FrameKind.ERROR), FrameKind(frame.kind).name
         return frame.channel, frame.json()["type"] if frame.kind == FrameKind.ERROR else orjson.loads(
@@ -130,7 +130,7 @@ class Rig:
         )
 
     async def ask(self, channel: int, event: Any = None, *, of: CallOrigin = NO_ORIGIN) -> Any:
-        """One whole round: submit and answer."""
+        """Submit an event, and return its answer."""
         self.submit(channel, event, of=of)
         answered, answer = await self.answer()
         assert answered == channel
@@ -179,7 +179,7 @@ def sync(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_loop(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same handler, async."""
+    """Return the same handler as an async function."""
     marks = {name: value for name, value in vars(call).items() if name != "__wrapped__"}
     hints = call.__annotations__
 
@@ -230,7 +230,7 @@ async def test_bytes_are_answered_with_their_type(rig: MakeRig, kind: Any) -> No
 
 @both
 async def test_what_finished_is_sent_before_the_next_one_starts(rig: MakeRig, kind: Any) -> None:
-    """If this worker dies, the gateway knows that the oldest open invocations had started."""
+    """So, if this worker dies, the gateway knows that only the oldest open invocations had started."""
     seen: list[list[int]] = []
     ran = asyncio.Event()
 
@@ -240,7 +240,7 @@ async def test_what_finished_is_sent_before_the_next_one_starts(rig: MakeRig, ki
             made.loop.call_soon_threadsafe(ran.set)
 
     made = rig(kind(handler), start=False)
-    batched(made, 1, 2, 3)  # of a handler that takes no lists: three groups
+    batched(made, 1, 2, 3)  # the handler takes no lists, so it is called three times
     await asyncio.wait_for(ran.wait(), LIMIT_S)
     await made.expect(*[FrameKind.RESULT] * 3)
     assert [[kind for kind in kinds if kind != FrameKind.WINDOW] for kinds in seen] == [
@@ -363,7 +363,7 @@ class Picky(BaseModel):
     @field_validator("n")
     @classmethod
     def known(cls, n: int) -> int:
-        return {1: 1}[n]  # a KeyError is not what pydantic expects of a validator
+        return {1: 1}[n]  # pydantic does not handle the KeyError of other numbers
 
 
 @both
@@ -431,7 +431,7 @@ async def test_a_handler_that_takes_no_lists_runs_each_call_by_itself(rig: MakeR
 
 
 def batched(made: Rig, *events: Any) -> None:
-    """One group."""
+    """Submit the events as one group, and start the runner."""
     made.group(*events)
     made.start()
 
@@ -692,7 +692,7 @@ async def test_it_stops_without_credit_and_goes_on_with_more(rig: MakeRig, kind:
     made.runner.grant(1, 2)
     await made.expect(FrameKind.CHUNK, FrameKind.CHUNK)
     made.runner.cancel(1)
-    assert await made.answer() == (1, "cancelled")  # and no sixth chunk before it
+    assert await made.answer() == (1, "cancelled")  # no sixth chunk comes before the answer
     assert produced in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4])
     assert ended == ["closed"]
     made.submit(2, 1)

@@ -32,7 +32,7 @@ def worker(tmp_path: Path) -> Iterator[Callable[..., Process]]:
         process.close()
 
 
-# `handler` reports that it runs and waits at the gate, by two pipes, so that no test sleeps.
+# `handler` uses two pipes: `inside` reports that it runs, and it waits for `gate`. So no test needs to sleep.
 BLOCKS = """
 def handler(event):
     if event == "wait":
@@ -147,7 +147,7 @@ def test_draining_finishes_what_runs_and_returns_the_rest(worker: Callable[..., 
 def test_what_waits_is_given_back_while_a_call_runs(worker: Callable[..., Process], prefix: str) -> None:
     source = BLOCKS.replace("def", f"{prefix}def", 1)
     if prefix:
-        # The loop stays free.
+        # Wait on another thread, so that the event loop can receive ASK_BACK.
         source = source.replace(
             'open("gate", "rb").close()', 'await asyncio.to_thread(lambda: open("gate", "rb").close())'
         )
@@ -183,10 +183,10 @@ def test_sigterm_drains_and_tells_the_gateway(worker: Callable[..., Process]) ->
     process.process.send_signal(signal.SIGTERM)
     process.expect(FrameKind.DRAIN)
     assert process.expect(FrameKind.RETURNED).channel == 2
-    process.process.send_signal(signal.SIGTERM)  # a second one changes nothing
-    process.invoke(3)  # sent before the gateway knew
+    process.process.send_signal(signal.SIGTERM)  # a second SIGTERM changes nothing
+    process.invoke(3)  # as if the gateway sends it before it reads DRAIN
     assert process.expect(FrameKind.RETURNED).channel == 3
-    process.send(FrameKind.DRAIN)  # nothing more is on its way
+    process.send(FrameKind.DRAIN)  # tells the worker that no more invocations come
     process.release("gate")
     assert process.expect(FrameKind.RESULT).channel == 1
     assert process.frame() is None
@@ -293,7 +293,7 @@ def test_an_example_that_fails_is_logged_and_the_worker_is_ready(
     process.send(FrameKind.ACTIVATE, 0, {"measure": True})
     head = process.expect(FrameKind.READY).json()
     assert [size for size, _, _ in head["curve"]] == [1, 2]
-    assert head["limit"] == 2  # as many as there is memory for
+    assert head["limit"] == 2  # the largest size that did not run out of memory
     process.send(FrameKind.DRAIN)
     assert process.exit_code() == 0
     assert "Measuring the example of @batch failed at handler.py" in process.errors()
@@ -393,7 +393,7 @@ def test_a_teardown_that_fails_goes_to_the_log(worker: Callable[..., Process]) -
 
 def test_a_rehearsal_that_fails_does_not_stop_the_worker(worker: Callable[..., Process]) -> None:
     process = worker("def handler(event): return 'fine'\ndef rehearse():\n    raise ValueError('lines')\n")
-    select.select([process.sock], [], [], LIMIT_S)  # PRIMED
+    select.select([process.sock], [], [], LIMIT_S)  # wait until PRIMED has arrived
     process.ready()
     assert process.ask(1) == "fine"
     process.send(FrameKind.DRAIN)

@@ -48,7 +48,7 @@ async def test_a_zygote_holds_one_thread(deploy):
 
 
 async def test_the_kernel_ends_functions_before_the_gateway(deploy):
-    """When memory runs out, it chooses by the score. A worker below a spawned interpreter inherits it, too."""
+    """When memory runs out, the kernel kills the process with the highest score. Workers inherit the score of their parent."""
     function = await deploy(
         "from pathlib import Path\ndef handler(event):\n    return Path('/proc/self/oom_score_adj').read_text()"
     )
@@ -96,7 +96,7 @@ async def _send_and_forget(gateway, path: str):
 
 
 async def test_weights_and_progress_bars_at_import_are_forked_and_the_log_says_how_to_share_them(deploy):
-    """As `AutoModel.from_pretrained` at import: torch's module, loaded with a progress bar."""
+    """Make a torch module at import, with a progress bar, as `AutoModel.from_pretrained` does."""
     pytest.importorskip("torch")
     source = """
 import os, torch
@@ -163,7 +163,7 @@ async def test_a_kill_by_somebody_else_is_not_taken_for_the_kernels(deploy):
     error = await function.error()
     assert "SIGKILL" in error["message"]
     assert error["type"] == "worker_died"
-    # Meanwhile the kernel may have killed a process of another test.
+    # The kernel may have killed a process of another test meanwhile. Then the message names memory only as a possible cause.
     assert "memory" not in error["message"] or "perhaps" in error["message"]
 
 
@@ -206,7 +206,7 @@ async def test_a_hook_forked_that_fails_is_told_at_the_deploy(deploy):
 
 
 async def test_a_package_that_the_base_cannot_import_fails_the_handlers_import_by_name(deploy):
-    """Functions that import vLLM share a base that has imported it. Here it is not installed."""
+    """Functions that import vLLM share a base that imports vLLM. This test needs an environment without vLLM."""
     with pytest.raises(
         AssertionError, match=r"handler.py, line 1: ModuleNotFoundError: No module named 'vllm'"
     ):

@@ -88,7 +88,7 @@ def test_a_new_key_is_admitted_and_a_revoked_one_refused(gateways: tuple[Gateway
     assert other.admits(keys[0][1])
     assert other.watch.look() == AccessChanges(revoked=frozenset([keys[0][0].id]))
     assert [other.admits(token) for _, token in keys] == [False, True, True]
-    # A gateway that has changed something itself may have seen the revocation before it looks.
+    # A gateway loads the revocation when it changes a key itself. Its next look still reports the revocation.
     one.keyring.revoke(keys[1][0].id)
     other.keyring.create(NewKey(name="new"), 4.0)
     assert not other.admits(keys[1][1])
@@ -126,7 +126,7 @@ def test_quotas_and_running_requests_go_on(gateways: tuple[Gateway, Gateway]):
     assert other.keyring.find(token, 0.0) is held
     assert other.keyring.meter(key.id) is held.meter
     assert held.meter.running == 1
-    # The bucket is empty still.
+    # The bucket is still empty.
     assert held.meter.enter(now_s) > 0
     assert other.keyring.all()[0].last_used_s == 5 * USE_GRAIN_S
 
@@ -140,7 +140,7 @@ def test_secrets_of_the_other_gateway(gateways: tuple[Gateway, Gateway]):
     one.secrets.unset("f", "A")
     one.secrets.set("g", "A", "3")
     other.secrets.set("h", "A", "own")
-    # Its own change is not one of another gateway.
+    # The look does not report the gateway's own change.
     assert other.watch.look() == AccessChanges(functions=frozenset("fg"))
     assert [other.secrets.of(function) for function in "fgh"] == [{}, {"A": "3"}, {"A": "own"}]
     one.secrets.forget("g")
@@ -168,7 +168,7 @@ def test_damaged_documents_are_warned_of_once_a_change(
     caplog.set_level(logging.WARNING)
     keys = damage(one, KEYS)
     one.secrets.set("g", "A", "2")
-    # Secrets are loaded all the same.
+    # Secrets are loaded although the keys are damaged.
     assert other.watch.look().functions == {"g"}
     for _ in range(3):
         assert other.watch.look() == NONE
@@ -229,7 +229,7 @@ def test_keys_are_loaded_while_requests_use_them(gateways: tuple[Gateway, Gatewa
                 count += 1
         entered.append(count)
 
-    # The meter has no lock: the event loop alone calls it.
+    # Call the meter from one thread only. It has no lock, because in a gateway only the event loop calls it.
     caller = threading.Thread(target=call)
     caller.start()
     for key_id in going:

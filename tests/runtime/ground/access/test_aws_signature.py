@@ -65,7 +65,7 @@ def test_what_botocore_signs_is_accepted(
 
 
 def test_a_name_that_is_signed_twice_is_refused() -> None:
-    """Each mention would join all lines of the header again: 4,096 names times 1 MB of lines."""
+    """For each mention of a name, the lines of its header are joined. So 4,096 mentions could join 1 MB of lines 4,096 times."""
     request = signed()
     repeated = CIMultiDict(request.headers)  # type: ignore[arg-type]
     repeated["Authorization"] = repeated["Authorization"].replace("=host;", "=host;a;a;")

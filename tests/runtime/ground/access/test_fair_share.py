@@ -45,7 +45,7 @@ def test_the_sum_is_limited_and_a_new_owner_has_room(steps: list[tuple[str, int,
             used[name] += count
         assert room.total == sum(used.values()) <= 1000
         assert max(used.values()) < 900
-        # Another owner has room for almost nine tenths of what is free.
+        # A new owner may use almost nine tenths of the free bytes.
         assert room.takes("new", (9 * (1000 - sum(used.values())) - 1) // 10)
     while held:
         room.remove(*held.pop())

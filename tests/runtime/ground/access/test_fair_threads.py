@@ -1,4 +1,4 @@
-"""Owners take turns at the threads, and no owner holds the last one beside others of its own."""
+"""Owners take turns at the threads. An owner that occupies a thread does not get the last free thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pilotflame.runtime.ground.access.fair_threads import FairThreads
 
 
 class Held:
-    """Work that holds its thread until it is let go."""
+    """Work that occupies its thread until `go` is called."""
 
     def __init__(self, name: str, order: list[str]) -> None:
         self._name, self._order = name, order
@@ -38,7 +38,7 @@ async def threads() -> AsyncIterator[FairThreads]:
 
 
 async def settled() -> None:
-    """Let tasks and threads that may run do so: a thread adds its callback before this one's."""
+    """Let all ready tasks and threads run. A thread that ends meanwhile adds its callback to the event loop before these threads do."""
     for _ in range(3):
         await asyncio.to_thread(lambda: None)
 
@@ -101,7 +101,7 @@ async def test_an_error_reaches_its_caller_and_frees_the_thread(threads: FairThr
 
 
 async def test_a_failure_keeps_nothing_of_its_work(threads: FairThreads) -> None:
-    """No cycle of references holds a body until the garbage collector runs."""
+    """A failure is in no reference cycle. Otherwise it would keep a body in memory until the garbage collector runs."""
 
     class Failing:
         def __call__(self) -> None:

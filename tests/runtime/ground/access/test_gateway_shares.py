@@ -1,4 +1,4 @@
-"""The shares of gateways: their sum, what a gateway keeps, and turns."""
+"""The shares of gateways: their sum, what a gateway keeps, and how gateways take turns."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_what_calls_need_comes_before_idle_workers_and_is_divided_evenly(
     got = {one: min(shares[one], uses[one].want) for one in uses}
     assert sum(got.values()) == min(limit, sum(use.want for use in uses.values()))
     unsatisfied = [got[one] for one in uses if got[one] < uses[one].want]
-    # No gateway has two more than a gateway that lacks something.
+    # No gateway gets two workers more than a gateway that gets fewer than it wants.
     assert max(got.values()) <= min(unsatisfied, default=max(got.values())) + 1
 
 
 @given(USES, st.integers(1, 20))
 def test_nobody_ends_what_its_share_covers(uses: dict[str, GatewayUse], limit: int) -> None:
-    """However much the others exceed their shares: otherwise two gateways could both retreat to nothing."""
+    """This is true however far the others exceed their shares. Otherwise two gateways could both end all their workers."""
     shares = divide("f", limit, uses)
     for one, use in uses.items():
         assert share_of(one, "f", limit, uses) >= min(use.have, shares[one])
@@ -56,7 +56,9 @@ def test_a_gateway_that_is_alone_or_wants_alone_gets_all() -> None:
 
 @pytest.mark.parametrize("name", ["f", "g", "h", "i"])
 def test_the_ages_of_idle_workers_do_not_count(name: str) -> None:
-    """They come from reports of different times: each gateway could find the other's worker younger, and end its own."""
+    """The ages come from reports of different times. If they counted, each of two gateways could find the other's worker younger,
+    and end its own.
+    """
     ages = (0.0, 1.0, 9.0)
     kept = {
         str(divide(name, 1, {"a": GatewayUse(1, 0, 0, one), "b": GatewayUse(1, 0, 0, other)}))
@@ -77,7 +79,7 @@ def test_a_worker_that_has_a_call_is_waited_for() -> None:
 @pytest.mark.parametrize("gateways", [2, 3, 5])
 @pytest.mark.parametrize("limit", [1, 2, 4])
 def test_gateways_take_turns_if_there_is_less_than_one_for_each(limit: int, gateways: int) -> None:
-    """All want one. There is a look each second, and all have the same reports."""
+    """All gateways want one worker. They decide once a second, and all have the same reports."""
     limit = min(limit, gateways - 1)
     since, has, begun = dict.fromkeys(map(str, range(gateways)), 0.0), set[str](), 0
     for _ in range(int(PATIENCE_S) * gateways * 4):
@@ -89,5 +91,5 @@ def test_gateways_take_turns_if_there_is_less_than_one_for_each(limit: int, gate
             (has.add if share else has.discard)(one)
         assert len(has) <= limit
         assert all(since[one] <= (PATIENCE_S + 2) * gateways for one in since.keys() - has)
-    # Each keeps it for a while.
+    # Each gateway keeps its worker for a while, so gateways do not start workers all the time.
     assert begun <= 4 * gateways * limit

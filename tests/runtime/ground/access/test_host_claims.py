@@ -31,7 +31,7 @@ def claims(live: list[FunctionSettings]) -> HostClaims:
     [
         ("shop.localhost", "shop"), ("SHOP.localhost.:8600", "shop"), ("shop.apps.test", "shop"), ("shop.test:80", "shop"),
         ("given.apps.test", "shop"), ("absent.localhost", "absent"),
-        # A stored function has claimed this name before names below a pattern had default owners.
+        # The stored function `old` claimed this name when names below a pattern had no default owners.
         ("a.apps.test", "old"), ("old.apps.test", "old"),
         ("b.shop.localhost", NOBODY), ("x/../y.localhost", NOBODY), ("a@b.localhost", NOBODY), (".localhost", NOBODY),
         ("-.localhost", NOBODY), ("models.localhost", NOBODY), ("_x.apps.test", NOBODY),

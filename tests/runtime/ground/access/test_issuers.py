@@ -69,7 +69,7 @@ async def test_a_token_acts_as_the_key(gateway: Gateway, issuer: Issuer) -> None
     assert key["key"] == ""
     assert (await call(gateway, issuer.token())).json() == 5
     assert (await call(gateway, issuer.token(aud=["x", AUDIENCE], sub="repo:me/[x]\n"))).status_code == 200
-    # What the key may not use does not exist.
+    # For the caller, a function that the key may not use does not exist.
     assert (await call(gateway, issuer.token(), "other")).status_code == 404
     headers = {"Authorization": f"Bearer {issuer.token()}"}
     assert (await gateway.client.get("/v1/functions", headers=headers)).status_code == 403
@@ -89,7 +89,7 @@ async def test_a_token_with_other_claims_is_refused(gateway: Gateway, issuer: Is
     for claims in OTHER_CLAIMS:
         answer = await call(gateway, issuer.token(**claims))
         assert (answer.status_code, answer.json()["error"]["type"]) == (401, "unauthorized"), claims
-    # The gateway knows the issuer, and would take the token.
+    # With the right claims, the gateway accepts a token. So it refused the tokens above because of their claims.
     assert (await call(gateway, issuer.token())).status_code == 200
 
 
@@ -105,7 +105,7 @@ async def test_a_token_that_the_issuer_has_not_signed_is_refused(gateway: Gatewa
         f"{head}.{segment('[' * 5000)}.AAAA", f"{head}.{body}.AAAA", "a.b.c", f"{'x' * 3000}.{'y' * 3000}.z",
     ):  # fmt: skip
         assert (await call(gateway, token)).status_code == 401, token
-    # Invented keys cause no fetch so soon after the last one.
+    # Tokens with unknown keys cause no new fetch soon after the last fetch.
     assert issuer.asked == 1
 
 

@@ -170,7 +170,7 @@ def test_limits_of_deploys_that_only_a_newer_version_knows_allow_nothing(tmp_pat
     key, _ = keyring.create(NewKey(name="a", scopes=(Scope.DEPLOY,)), 0.0)
     policies = DeployPolicies(of_key=lambda key_id: loaded(tmp_path).policy(key_id))
     file = stored(tmp_path)
-    # A limit that is not set is null.
+    # A limit with the value null is not set, so an unknown one refuses nothing.
     file["keys"][0]["policy"]["regions"] = None
     store(tmp_path, file)
     assert policies.fault(SETTINGS, {}, key.id) == ""
@@ -235,7 +235,7 @@ def test_half_written_files_are_removed(tmp_path: Path):
 
 
 def test_lost_keys_open_no_gateway(tmp_path: Path):
-    """Not even keys that an older release has written."""
+    """This includes keys that an older release has written, without the file `closed`."""
     keyring = loaded(tmp_path)
     keyring.create(NewKey(name="a"), 0.0)
     (tmp_path / "access" / "closed").unlink()
@@ -316,7 +316,7 @@ def test_keys_that_were_removed_by_hand_are_stored_again(tmp_path: Path):
 
 
 def test_damaged_keys_are_not_replaced(tmp_path: Path):
-    """They may be the keys of a newer release."""
+    """Damaged keys may be the keys of a newer release."""
     keyring = loaded(tmp_path)
     key, token = keyring.create(NewKey(name="a"), 0.0)
     (tmp_path / KEYS).write_text('{"version": 2}{')
@@ -373,7 +373,7 @@ def test_a_caller_who_waits_as_told_is_admitted(rate: float, burst: int, gaps: l
         now_s += gap_s
         if wait_s := meter.enter(now_s):
             assert wait_s > 0
-            # Retry-After has whole seconds.
+            # The caller waits for whole seconds, because Retry-After has whole seconds.
             now_s += max(1, math.ceil(wait_s))
             assert meter.enter(now_s) == 0.0
 
@@ -407,7 +407,7 @@ def test_concurrency_counts_those_that_run():
 def test_a_request_refused_for_one_quota_does_not_use_the_other():
     meter = Meter(1.0, 2, 1, 0.0)
     assert meter.enter(0.0) == 0.0
-    # One is running, so no token is taken.
+    # This request is refused because another one is running. So it takes no token of the rate.
     assert meter.enter(0.0) > 0
     meter.leave()
     assert meter.enter(0.0) == 0.0
@@ -440,7 +440,7 @@ def test_tokens_of_models_over_time_are_within_the_limit(
         now_s += gap_s
         wait_s, reservation = meter.reserve(now_s, 1, asked, patient=False)
         if reservation is not None:
-            # All but the last answer were within the bucket and what it has gained.
+            # All answers but the last used at most the tokens of a full bucket and the tokens that it has gained.
             assert taken - last <= most + now_s * most / 60 + 1e-6
             reservation.settle(used)
             reservation.settle(1_000_000)
@@ -469,14 +469,14 @@ def test_a_handler_takes_at_most_what_the_caller_allowed_or_ten_minutes_of_the_l
         _, reservation = meter.reserve(0.0, 1, 100, asked=asked, patient=True)
         assert reservation is not None
         reservation.settle(2**62)
-    # The calls of one moment are all paid.
+    # Both calls are charged, although they ended at the same moment.
     assert meter.enter(0.0) == pytest.approx((2 * most - 600) / 10)
 
 
 def test_parts_of_an_admitted_request_are_not_refused() -> None:
     meter = Meter(1.0, 4, 4, 0.0, 1000)
     assert meter.enter(0.0) == 0.0
-    # Ten prompts, more than the bucket and the places hold.
+    # The request has ten prompts, more than `burst` and `concurrency` allow.
     assert meter.widen(0.0, 9, 1) == 0.0
     for _ in range(10):
         wait_s, reservation = meter.reserve(0.0, 1, 10)
@@ -493,7 +493,8 @@ def test_a_request_for_several_answers_counts_as_several() -> None:
     _, reservation = meter.reserve(0.0, 4, 0, patient=False)
     assert reservation is not None
     assert meter.running == 4
-    # What the bucket never holds is admitted when the bucket is full, and waited for later.
+    # A request for more answers than the bucket can hold is admitted when the bucket is full. Later requests wait until the
+    # bucket has regained all these tokens.
     assert (meter.enter(0.0), meter.limit) == (pytest.approx(1.0), "rate_per_s")
     assert meter.enter(4.0) == 0.0
     assert (meter.reserve(4.0, 128, 0, patient=False), meter.limit) == ((1.0, None), "concurrency")

@@ -36,7 +36,7 @@ class OneKey(Keyring):
 
 
 class Group:
-    """Gateways with a key, each with its own heartbeat, once a second."""
+    """Gateways that share one key. Each has a heartbeat once a second, at its own phase."""
 
     def __init__(self, gateways: int, phases: list[float] | None = None, **limits: Any) -> None:
         names = ("rate_per_s", "burst", "concurrency", "model_tokens_per_min")
@@ -74,7 +74,7 @@ class Group:
 def test_a_caller_within_the_rate_is_never_refused(
     rate: float, burst: int, calls: list[tuple[int, float, bool]], phases: list[float]
 ) -> None:
-    """Whichever gateways the requests reach, and whenever."""
+    """The requests may reach any gateway, at any time."""
     group, level = Group(3, phases, rate_per_s=rate, burst=burst), float(burst)
     for gateway, pause_s, whole in calls:
         wait_s = max(0.0, (1.0 - level) / rate) + (pause_s if whole else 0.0) + 1e-6
@@ -135,7 +135,7 @@ def test_a_key_that_is_used_again_is_counted_from_there() -> None:
 
 @pytest.mark.parametrize("length_s", [0.05, 0.7, 5.0])
 def test_callers_within_the_concurrency_are_never_refused(length_s: float) -> None:
-    """Each of two callers sends its next request to another gateway at once when one has ended."""
+    """Each of two callers sends its next request to another gateway as soon as its last request has ended."""
     group = Group(3, concurrency=2)
     running = [0, 1]
     assert all(group.enters(gateway) for gateway in running)
@@ -154,7 +154,7 @@ def test_requests_elsewhere_count_once_the_concurrency_is_exceeded() -> None:
     for meter in group.meters:
         meter.leave()
     group.run(0.1)
-    # Each has one of its share.
+    # Each gateway still has one running request, which is its share.
     assert [group.enters(gateway) for gateway in (0, 1)] == [False, False]
     for meter in group.meters:
         meter.leave()

@@ -16,7 +16,7 @@ DAY = 20_779 * 86400.0
 
 
 class Clock(SimpleNamespace):
-    """The wall clock and the monotonic one, which the test moves. The wall clock can be set back by `behind_s`."""
+    """A wall clock and a monotonic clock that the test moves. `behind_s` sets the wall clock back."""
 
     def __init__(self, at: float) -> None:
         super().__init__(at=at, behind_s=0.0, time=lambda: self.at - self.behind_s, monotonic=lambda: self.at)
@@ -50,7 +50,7 @@ async def test_what_was_used_before_a_change_of_owner_is_the_last_owners(clock: 
     account = Account("f", Prices(), counted=lambda: colds.pop() if colds else Usage())
     account.attach(Workers(clock, 1))
     clock.at += 3
-    # The first deploy has run a worker before it was live.
+    # The first deploy has run a worker before the function was live. The first owner pays for it.
     account.open(BudgetSpec(), "old")
     clock.at += 10
     colds.append(Usage(cold_starts=1))
@@ -210,7 +210,7 @@ async def test_a_function_of_the_same_name_uses_nothing_on_the_account_of_the_de
     clock.at += 20
     account.detach(before)
     account.note_removed()
-    # The start that proves the new one comes before it is live.
+    # The start-up check of the new function runs before the function is live. The new owner pays for it.
     account.attach(after := Workers(clock, 1))
     clock.at += 7
     account.open(BudgetSpec(), "new")

@@ -1,4 +1,4 @@
-"""The budget: its decision, for every budget and everything that can be used."""
+"""The decision about a budget, for all budgets and all amounts of usage."""
 
 import math
 
@@ -35,7 +35,7 @@ def test_it_is_exhausted_exactly_when_a_limit_is_reached(
         for limit, used in zip((spec.money_per_day, spec.seconds_per_day), spent, strict=True)
         if limit
     ]
-    # A share between these is one by rounding.
+    # Between these two conditions, rounding decides whether the limit is reached.
     if any(used >= limit for limit, used in limits):
         assert state is BudgetState.EXHAUSTED
     elif all(used < limit * (1 - 1e-6) for limit, used in limits):
@@ -57,7 +57,7 @@ def test_who_uses_more_is_never_further_from_the_limit(
     assert after.share >= before.share
 
 
-# In many examples, the day ends before the state changes.
+# `assume` rejects many examples, because the day ends before the state changes.
 @settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(SPECS, SPENDINGS, SPENDINGS, st.floats(1.0, DAY_S))
 def test_at_the_next_look_the_state_has_just_changed_and_never_before(

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ECHO = "def handler(event):\n    return event\n"
 WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event\n"
-# Money is worth so little that a worker of a few MB costs a whole unit in a moment.
+# A price of memory at which a worker of a few MB soon costs a whole unit of money.
 DEAR = 1e9
 
 
@@ -45,7 +45,9 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 
 def measure_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Measure memory after each change. The tests and the gateway are one process, which takes long to measure."""
+    """Measure memory soon after each change. Otherwise measurements would have long pauses, because they take long here: the
+    tests and the gateway are one large process.
+    """
     for name, seconds in (("FIRST_S", 0.01), ("SETTLE_S", 0.01), ("PAUSE", 0.0)):
         patch.setattr(f"pilotflame.runtime.node.measuring.node_memory.{name}", seconds)
 
@@ -71,7 +73,7 @@ async def exhausted(function: Function) -> dict[str, Any]:
 
 
 async def spend(function: Function) -> None:
-    """Have a worker that is not needed until the budget is used up."""
+    """Start a worker with a call, and wait until the worker has used up the budget."""
     await function.answer(1)
     await exhausted(function)
 
@@ -103,7 +105,7 @@ async def test_seconds_memory_money_and_calls_of_a_function_are_summed_up(gatewa
     # At 36 a GB and hour, money is a hundredth of the GB seconds; files cost next to nothing.
     assert found["cost"] == pytest.approx(found["memory_gb_s"] / 100, rel=1e-3)
     assert found["disk_gb_s"] > 0
-    # The worker has worked; zygote, standby and files were held, as was the worker before its call.
+    # Holding is the zygote, the standby, the files and the worker before its call. The worker's busy time is not holding.
     assert 0 < found["holding_gb_s"] < found["memory_gb_s"]
     assert 0 < found["holding_cost"] < found["cost"]
     assert found["device_s"] == 0
@@ -328,7 +330,7 @@ async def test_nothing_is_kept_of_a_deleted_function_on_the_next_day(tmp_path, c
     account.detach(spent)
     ledger.note_removed("gone")
     await ledger.write()
-    # A function of this name has no new budget today.
+    # A new function of this name gets the same account today, and so no new budget.
     assert ledger.account("gone") is account
     clock.at += 86400
     await ledger.write()
@@ -358,7 +360,7 @@ async def test_a_write_that_is_cancelled_is_not_repeated(tmp_path):
     other = sqlite3.connect(tmp_path / "usage.sqlite3", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     writing = asyncio.create_task(ledger.write())
-    # It waits for the file in its thread.
+    # Wait until the write, in its thread, waits for the locked file.
     await asyncio.sleep(0.1)
     writing.cancel()
     await asyncio.wait([writing])
@@ -462,13 +464,13 @@ async def test_money_is_a_budget_too_and_is_known_after_a_restart(state, monkeyp
     async with gateway_here(state, price_memory_gb_hour=DEAR) as gateway:
         assert (await gateway.function("dear").error())["type"] == "budget_exhausted"
         await gateway.client.delete("/v1/functions/dear")
-        # A function of the same name has no new budget.
+        # A new function of the same name has no new budget.
         await gateway.deploy(ECHO, {"budget.money_per_day": 1}, name="dear")
         assert (await gateway.function("dear").error())["type"] == "budget_exhausted"
 
 
 async def test_the_next_day_has_a_budget_of_its_own(gateway, deploy, monkeypatch):
-    # A day of this test ends a moment after the budget.
+    # Shorten the day, so that it ends soon after the budget is used up.
     monkeypatch.setattr("pilotflame.runtime.ground.billing.budget.DAY_S", 4.0)
     function = await deploy(ECHO, {"budget.seconds_per_day": 0.2})
     await spend(function)
@@ -490,7 +492,7 @@ async def test_a_worker_that_gets_ready_after_the_cap_serves_nobody(gateway, dep
     arrival = await gate.next("setup")
     assert (await call)["type"] == "budget_exhausted"
     arrival.go()
-    # Not by its status, which looks at the budget.
+    # Wait for the log, not for the status, because a request of the status checks the budget.
     await function.logged("has drained and ended")
     assert (await function.settled())["activations"] == 1
 
@@ -512,7 +514,7 @@ async def test_a_gateway_that_has_ended_measures_no_more(state, monkeypatch):
     async with gateway_here(state) as gateway:
         function = await gateway.deploy("def handler(event):\n    return event")
         events = gateway.server.functions.events
-    # A process may end after its gateway.
+    # A process may end after its gateway. Its notice must not start a measurement.
     started, call_later = [], loop.call_later
     monkeypatch.setattr(
         loop, "call_later", lambda *how, **more: started.append(how) or call_later(*how, **more)

@@ -51,7 +51,7 @@ def test_nothing_is_cheaper_when_it_is_always_on(used: Usage, footprint: Footpri
 
 
 def test_a_day_with_an_hour_of_work_costs_what_the_list_says() -> None:
-    # One worker of 2 GB for an hour, a zygote of 0.1 GB for 4 more, files of 5 GB all day.
+    # One worker of 2 GB for an hour, a zygote of 0.1 GB for this hour and 4 more hours, and files of 5 GB all day.
     used = Usage(
         busy_s=1800, idle_s=1700, starting_s=100, occupied_s=3600, zygote_s=4 * 3600, local_s=19 * 3600
     )
@@ -59,10 +59,10 @@ def test_a_day_with_an_hour_of_work_costs_what_the_list_says() -> None:
     assert found.memory_gb_s == pytest.approx((2.0 + 5 * 0.1) * 3600)
     assert found.cost == pytest.approx(2.5 * 0.01 + 24 * 5 * 0.001)
     assert found.always_on_cost == pytest.approx(24 * 2.1 * 0.01 + 24 * 5 * 0.001)
-    # Idle seconds of the worker, zygote and files are held; the busy and the starting seconds are used.
+    # Holding is the worker's idle time, the zygote and the files. The worker's busy and starting time is not holding.
     assert found.holding_gb_s == pytest.approx(1700 * 2.0 + 5 * 3600 * 0.1)
     assert found.cost - found.holding_cost == pytest.approx(1900 / 3600 * 2.0 * 0.01)
-    # Beside the worker, the zygote's share of the common pages is smaller.
+    # While the worker runs, the zygote's share of the common pages is smaller.
     shared = priced(used, Footprint(2.0, 0.1, 5.0, beside_gb=0.06), Prices())
     assert shared.memory_gb_s == pytest.approx((2.0 + 0.06 + 4 * 0.1) * 3600)
     on_device = priced(used, Footprint(devices=1.0), Prices(device_hour=3.0))

@@ -53,7 +53,7 @@ def test_usage_is_summed_up_by_what_is_asked_for(store: UsageStore) -> None:
     assert read(store, UsageKey.DAY) == {DAY: 15}
     assert read(store, UsageKey.HOUR, functions=("b",)) == {DAY: 2}
     assert read(store, UsageKey.HOUR, functions=()) == {}
-    # From the hour in which `since` is.
+    # The sum includes the whole hour that contains `since`.
     assert read(store, UsageKey.FUNCTION, since=DAY + HOUR_S + 5) == {"a": 8}
 
 

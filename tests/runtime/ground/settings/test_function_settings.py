@@ -116,7 +116,7 @@ def test_settings_are_frozen() -> None:
         ("cors.max_age_s = 60", "cors.max_age_s no longer exists; remove it. A fixed value has replaced it."),
         ('scale.max = "8"', "scale.max is '8'; it should be a valid integer."),
         ("scale.max = 0", "scale.max is 0; it should be greater than or equal to 1."),
-        # JSON holds no such number, so it would break the list of all functions.
+        # The JSON encoder refuses such a number, so it would break the list of all functions.
         (f"snapshot_part.slices.w = [0, 0, {10**30}]", "it should be less than or equal to 65536."),
         ("snapshot_part.slices.w = [0, -1, 2]", "it should be greater than or equal to 0."),
         ("scale.max = true", "scale.max is True; it should be a valid integer"),
@@ -237,7 +237,7 @@ def test_what_a_process_cannot_be_held_at_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     text = problem(tmp_path / "other", '[resources]\nnetwork = "none"')
     assert "resources.network is 'none', but image.name is not set" in text
-    # An image that is still to be built.
+    # An image that is still to be built allows a network, although it has no name yet.
     (tmp_path / "unbuilt").mkdir()
     unbuilt = '[image]\nbase = "cuda"\n[resources]\nnetwork = "bridge"'
     assert read_settings(folder_with(tmp_path / "unbuilt", unbuilt)).image.unbuilt
@@ -469,7 +469,7 @@ def test_what_is_no_alias_is_refused(tmp_path: Path, wrong: str) -> None:
 def test_origins_come_from_the_file_and_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "pilotflame.toml").write_text('name = "f"\n[cors]\norigins = ["*", "https://shop.example"]\n')
     assert read_settings(tmp_path).cors.origins == ("*", "https://shop.example")
-    # As a user writes it after --set.
+    # The value as a user writes it after --set.
     found = read_settings(tmp_path, overrides={"cors.origins": "https://a.example,http://localhost:3000"})
     assert found.cors.origins == ("https://a.example", "http://localhost:3000")
 

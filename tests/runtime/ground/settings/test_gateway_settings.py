@@ -115,7 +115,7 @@ def test_peers_come_from_the_environment() -> None:
     assert found.peers_token is not None
     assert found.peers_token.get_secret_value() == TOKEN
     assert TOKEN not in repr(found)
-    # Files of secrets often end with a line end.
+    # Files of secrets often end with a line end, which is no part of the token.
     found = read_gateway_settings({**variables, "PILOTFLAME_PEERS_TOKEN": f"{TOKEN}\n"})
     assert found.peers_token is not None
     assert found.peers_token.get_secret_value() == TOKEN

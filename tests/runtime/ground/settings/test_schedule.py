@@ -14,7 +14,7 @@ from pilotflame.runtime.ground.settings.function_settings import read_settings
 from pilotflame.runtime.ground.settings.schedule import Schedule
 from pilotflame.runtime.ground.settings.validation import validate
 
-# cronsim leaves out one fire of `30 * * * *` where clocks change by half an hour, which is on Lord Howe alone.
+# The zones without Lord Howe, where clocks change by half an hour: there, cronsim leaves out one fire of `30 * * * *`.
 BY_THE_HOUR = ["UTC", "Europe/Berlin", "America/New_York", "Asia/Kolkata", "America/Sao_Paulo"]
 ZONES = [*BY_THE_HOUR, "Australia/Lord_Howe"]
 # Around changes of clocks: Berlin and New York in 2026, Lord Howe (by half an hour), and an ordinary day.
@@ -51,7 +51,7 @@ def test_the_next_time_is_later_and_the_last_is_the_one_before(schedule: Schedul
     assert following is not None
     assert last is not None
     assert last <= now < following
-    # Nothing lies between them, seen from either side.
+    # No fire lies between the two times, in either direction.
     assert schedule.next_fire(last) == following
     assert schedule.last_fire(following) == following
     assert schedule.last_fire(following - timedelta(seconds=1)) == last
@@ -68,7 +68,7 @@ def test_a_fixed_time_comes_once_a_day_whatever_the_clocks_do(
     ]
     dates = [time.date() for time in found]
     assert dates == sorted(set(dates))
-    # Six days by UTC: an hour of them may be missing where clocks go back, and the time be in it.
+    # Six days in UTC have up to an hour more or less of local time if clocks change. The scheduled time may be in this hour.
     assert len(dates) in (5, 6, 7)
     for time in found:
         nominal = time.replace(hour=hour, minute=minute)

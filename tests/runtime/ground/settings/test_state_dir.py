@@ -47,7 +47,7 @@ async def test_other_users_can_read_no_file_in_a_folder_of_another_owner(
             raise PermissionError(1, "Operation not permitted")
 
     def readable(folder: Path) -> list[Path]:
-        """The files that other users can reach and read."""
+        """Return the files that other users can reach and read."""
         found = [path for path in folder.iterdir() if path.stat().st_mode & stat.S_IRWXO]
         return [each for path in found for each in (readable(path) if path.is_dir() else [path])]
 

@@ -125,7 +125,7 @@ def test_a_full_disk_is_reported_and_loses_nothing(small_disk: Path):
         assert "disk is not full" in caught.value.remedy
     assert documents.all("access/") == {NAME: b"old"}
     assert [path.name for path in (small_disk / "access").rglob(".*")] == []
-    # With room on the disk, the same change succeeds.
+    # With free space on the disk, the same change succeeds.
     ballast.unlink()
     documents.put(NAME, b"n" * 300_000)
     assert documents.get(NAME) == b"n" * 300_000
@@ -155,7 +155,7 @@ def test_a_folder_without_rights_is_reported(tmp_path: Path):
     folder = tmp_path / "access" / "secrets"
     folder.chmod(0)
     try:
-        # It must not count as empty: functions would start without their secrets.
+        # The folder must not count as empty. Otherwise functions would start without their secrets.
         with pytest.raises(GatewayError, match="secrets cannot be read: Permission denied"):
             documents.all("access/secrets/")
         with pytest.raises(GatewayError, match="cannot be written: Permission denied"):
@@ -237,6 +237,6 @@ def test_a_crash_at_any_point_leaves_the_old_or_the_new_document(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     rows = [line.split(" ", 2) for line in done.stdout.splitlines()]
     assert [name for name, _, _ in rows] == ["put", "update", "remove", "create"]
-    # Crashes before and after the change took effect were among them.
+    # Each change crashed at least once before it took effect, and at least once after.
     assert {results for _, _, results in rows} == {"{False, True}"}
     assert all(int(number) > 2 for _, number, _ in rows), done.stdout

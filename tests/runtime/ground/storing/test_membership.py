@@ -21,7 +21,7 @@ Join = Callable[..., Awaitable[Membership]]
 
 @pytest_asyncio.fixture
 async def join(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Join]:
-    """Joins a gateway with duties. Heartbeats come often."""
+    """Yield a function that joins a gateway with these duties. Heartbeats come often."""
     monkeypatch.setattr(module, "BEAT_S", 0.02)
     joined: list[Membership] = []
 
@@ -90,7 +90,7 @@ async def test_a_dead_gateway_is_named_until_its_jobs_are_queued_again(join: Joi
     second = await join("b", "webhooks")
     await has(second, "webhooks")
     assert [(one.name, one.alive) for one in second.members] == [("a", False), ("b", True)]
-    # A new run of the gateway that has died removes what is left of it.
+    # When the dead gateway starts again, it removes the entry of its last run.
     third = await join("a2", previous=first.incarnation)
 
     async def gone() -> bool:
@@ -118,7 +118,7 @@ async def test_nobody_is_dead_for_a_gateway_that_was_away_itself(
         return second.dead
 
     await until(dead, "the end of the first gateway")
-    # Without heartbeats of its own, the second one cannot know.
+    # Without heartbeats of its own, the second gateway cannot know whether the first one is dead.
     second._until_s = 0.0
     assert not second.dead
     second._note(module._Beat(time.monotonic() + 0.5, second.members))
@@ -174,7 +174,7 @@ async def test_a_database_that_cannot_be_reached(postgres: PostgresServer) -> No
 
 
 def _kill(members: Membership) -> None:
-    """End the heartbeats without a word to the database."""
+    """End the heartbeats, and leave the gateway's entry in the database."""
     members._told = ("nobody", "nobody", "0")
     members.incarnation = "nobody"
     members.close()

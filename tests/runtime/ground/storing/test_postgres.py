@@ -32,7 +32,7 @@ def script(folder: Path, name: str, text: str) -> None:
 
 
 def test_versions_side_by_side(connection: PostgresConnection, tmp_path: Path) -> None:
-    """A gateway of the version before goes on beside what a newer one has added, and not beside what it has removed."""
+    """An older gateway can still migrate after a newer version has added something, but not after it has removed something."""
     old, new = tmp_path / "old", tmp_path / "new"
     for folder in (old, new):
         script(folder, "0001_pre_rows.sql", "CREATE TABLE rows (a INT, b INT);")

@@ -57,7 +57,7 @@ def test_a_server_that_ends_is_an_error_until_it_is_back() -> None:
         assert blobs.get("1-a-b") == b"1"
         server.kill()
         server.start()
-        # The connection that has waited is broken.
+        # The idle connection is broken, and a new one replaces it.
         assert blobs.get("1-a-b") == b"1"
         blobs.close()
 

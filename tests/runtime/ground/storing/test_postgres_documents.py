@@ -93,13 +93,13 @@ def test_no_change_is_lost_in_a_database_whose_transactions_see_one_state(
 
 
 def test_a_reader_of_generations_misses_no_change(documents: Documents, other: Documents):
-    """A gateway that reads documents after each new generation has the last ones in the end."""
+    """A gateway that reads the document after each new generation has the last version in the end."""
     ended, seen = threading.Event(), list[tuple[int, bytes | None]]()
 
     def watch() -> None:
         last = True
         while last:
-            # One more look after the end.
+            # Look once more after the end.
             last = not ended.is_set()
             generation = other.generation("access/")
             if not seen or generation != seen[-1][0]:
@@ -158,7 +158,7 @@ def test_a_lost_answer_to_a_commit_makes_no_change_twice(
     committed: bool,
     between: bytes | None,
 ):
-    """Not even if another gateway has changed the document again."""
+    """The change is made once, even if another gateway has changed the document in between."""
     real, lost, seen = PostgresConnection.run, list[str](), list[bytes | None]()
 
     def lose(self: PostgresConnection, script: str) -> list[PostgresRow]:
@@ -218,7 +218,7 @@ def test_a_server_that_ends_is_an_error_until_it_is_back():
         assert other.update(NAME, counted) == b"2"
         server.kill()
         server.start()
-        # The connection that has waited is broken.
+        # The idle connection is broken, and a new one replaces it.
         assert documents.update(NAME, counted) == b"3"
         assert (other.get(NAME), other.generation("access/")) == (b"3", 3)
         _count_while_killed(server, documents, other)
@@ -227,7 +227,7 @@ def test_a_server_that_ends_is_an_error_until_it_is_back():
 
 
 def _count_while_killed(server: PostgresServer, *stores: PostgresDocuments) -> None:
-    """Each change that was confirmed is there, and no change is there twice."""
+    """Count while the server is killed. Check that each confirmed change is stored, and that no change is stored twice."""
     confirmed, tried, ended, news = list[None](), list[None](), threading.Event(), threading.Semaphore(0)
     start = int(stores[0].get(NAME) or b"0")
 

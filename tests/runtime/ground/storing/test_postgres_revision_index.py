@@ -123,7 +123,7 @@ def test_numbers_are_given_once(index: PostgresRevisionIndex) -> None:
 def test_who_has_read_a_generation_misses_no_earlier_one(
     index: PostgresRevisionIndex, postgres_url: str
 ) -> None:
-    """Changes of two gateways at the same time: each reader gets all changes, whatever it has read before."""
+    """Two gateways change the index at the same time. A reader that asks for the changes since its newest generation gets all."""
     other, seen, done = PostgresRevisionIndex(postgres_url, KEEP), list[int](), threading.Event()
 
     def read() -> None:
@@ -186,7 +186,7 @@ def test_a_server_that_ends_is_an_error_until_it_is_back() -> None:
         assert index.changes(0) == [made]
         server.kill()
         server.start()
-        # The connection that has waited is broken.
+        # The idle connection is broken, and a new one replaces it.
         assert serve(index, 2).generation == 2
         index.close()
 

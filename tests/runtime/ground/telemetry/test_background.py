@@ -1,4 +1,4 @@
-"""Background tasks: one that fails is logged and counted, and everything else goes on."""
+"""Background tasks: a task that fails is logged and counted, and everything else goes on."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_change_is_completed_although_its_caller_is_cancelled():
         await asyncio.wait([caller])
         may_end.set()
     assert (caller.cancelled(), ended) == (True, ["change"])
-    # The caller has the error.
+    # The caller has got the error, so it does not count as the failure of a task.
     assert not tasks.failures
 
 

@@ -1,4 +1,4 @@
-"""Decisions: they are kept within a bound, taken once, and told in words with every figure behind them."""
+"""Decisions: a limited number is kept, each is taken once, and its description in words has all its figures."""
 
 from __future__ import annotations
 
@@ -144,6 +144,6 @@ def test_each_decision_is_taken_once_and_the_oldest_are_dropped() -> None:
     assert len(taken) == MAX_DECISIONS
     assert (taken[0].figures["number"], taken[-1].figures["number"]) == (5, MAX_DECISIONS + 4)
     assert decisions.since(taken[-1].at + 1) == []
-    # The stored decisions take little memory: a gateway may have thousands of functions.
+    # Only KEPT decisions stay in memory after they were taken, because a gateway may have thousands of functions.
     assert decisions.since(0.0) == taken[-KEPT:]
     assert decisions.take() == []

@@ -35,7 +35,7 @@ async def test_a_full_disk_is_logged_once_and_its_end_by_the_next_write(
         assert level == "error"
         assert f"the disk of {state} is full" in text
         full = False
-        # Nobody asks. The gateway sees it when it writes the next line.
+        # No request asks for the disk's state. The gateway notices the free space when it writes the next line.
         logging.getLogger("pilotflame").warning("a line")
 
         async def resolved() -> bool:

@@ -216,7 +216,7 @@ async def test_lines_without_a_reader_are_dropped_and_counted_in_the_log(
                     for _ in range(2):
                         await news.get()
         if gone:
-            # The pipe has a reader when `output` is closed.
+            # Replace the pipe, which has no reader, by /dev/null. Otherwise the close of `output` would fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
     os.close(writer)
     files.close()

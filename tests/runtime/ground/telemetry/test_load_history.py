@@ -1,4 +1,4 @@
-"""The series of a function's load: coarse, within a bound, and true in its largest numbers and at its end."""
+"""The series of a function's load: it has a limited number of samples, and shows the largest numbers and the last state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_series_shows_the_largest_numbers_and_the_last_state(
     states = [state for _, state in notes]
     assert max(one.queued for one in samples) == max(state.queued for state in states)
     assert max(one.in_flight for one in samples) == max(state.in_flight for state in states)
-    # The two numbers of workers belong to one moment.
+    # The two numbers of workers in a sample are of the same moment.
     assert max(one.starting + one.ready for one in samples) == max(one.starting + one.ready for one in states)
     assert {one[3:5] for one in samples} <= {state[2:4] for state in states} | {(0, 0)}
     assert samples[-1][1:6] == (*notes[-1][1][:4], notes[-1][1].rung.value)

@@ -222,7 +222,7 @@ async def test_output_without_newlines_is_limited_too(output: Output) -> None:
         while sent < 40 << 20:
             sent += output.sock.send(b"x" * (64 << 10))
             output.stream.drain()
-    # 10,000 units are 9.8 MB. The rest is gained while the test runs.
+    # The first 10,000 units allow 9.8 MB. The rest is allowance that is gained while the test runs.
     assert 9_000_000 < sum(sizes) < sent // 2
     assert sum(output.dropped) > 100
 

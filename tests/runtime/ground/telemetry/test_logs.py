@@ -43,7 +43,7 @@ async def test_a_follower_gets_the_tail_then_the_rest_without_gap_or_repeat() ->
         channel.write("w1", str(number))
     follow = channel.follow(2)
     first = await anext(follow)
-    # While the tail is still being read.
+    # Write a line while the follower still reads the tail.
     channel.write("w1", "5")
     rest = [await anext(follow) for _ in range(2)]
     assert [line.text for line in (first, *rest)] == ["3", "4", "5"]
@@ -177,7 +177,7 @@ async def test_the_log_of_a_deleted_function_ends_and_the_next_function_has_anot
         channel.end()
         channel.write("w1", "late")
         read = [news.get_nowait() for _ in range(news.qsize())]
-    # The end comes also where a follower has read nothing.
+    # A follower gets the end (None), even if it has read nothing and its queue is full.
     assert None in read
     assert heard[-1] == "f was deleted"
     assert "late" not in heard

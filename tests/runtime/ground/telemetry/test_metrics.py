@@ -139,7 +139,7 @@ def test_buckets_hold_what_is_at_most_their_bound() -> None:
 def test_phases_have_the_names_of_server_timing() -> None:
     metrics = Metrics(dict)
     metrics.ended(ended(WARM))
-    # No worker had it: it waited.
+    # No worker got this invocation, so it counts in the phase "queue" only.
     metrics.ended(ended(Timeline(1.0, responded_s=3.0), Overloaded("late")))
     assert list(WARM.phases()) == list(WARM_PHASES)
     for phase, seconds, count in (
@@ -157,7 +157,7 @@ def test_refusals_and_failures_are_counted_by_the_code_of_their_error() -> None:
     metrics.refused("tone", InputTooLarge("much"))
     metrics.turned_away("tone", QuotaExceeded("used up"))
     metrics.ended(ended(queued, DeadlineExceeded("late")))
-    # A worker returned it unstarted.
+    # A worker returned this invocation unstarted, so it counts as a refusal.
     metrics.ended(ended(WARM, Overloaded("late")))
     metrics.ended(ended(WARM, DeadlineExceeded("late")))
     metrics.ended(ended(WARM, HandlerFailed("no")))
@@ -168,7 +168,7 @@ def test_refusals_and_failures_are_counted_by_the_code_of_their_error() -> None:
         assert value(metrics, "pilotflame_refusals_total", function="tone", reason=reason) == count
     for error, count in (("deadline_exceeded", 1), ("handler_failed", 1), ("overloaded", None)):
         assert value(metrics, "pilotflame_failures_total", function="tone", error=error) == count
-    # A request that exceeded a quota never reached its route, which may not be a route of invocations.
+    # The request that exceeded a quota is not counted. It never reached its route, which may not be a route of invocations.
     assert value(metrics, "pilotflame_invocations_total", function="tone", code="429", source="http") == 1
 
 

@@ -125,7 +125,7 @@ def test_errors_with_numbers_of_their_own() -> None:
 
 
 def test_what_is_explained_has_its_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """A bug may raise OSError, too."""
+    """The traceback is needed, because a bug may raise OSError, too."""
     with pytest.raises(GatewayError), explaining():
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "/data/x")
     assert "/data/x: it does not exist" in caplog.text
@@ -133,7 +133,7 @@ def test_what_is_explained_has_its_traceback_in_the_log(caplog: pytest.LogCaptur
 
 
 async def test_a_deploy_and_a_rollback_on_a_full_disk(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream of events ends with the error, too; it broke off."""
+    """The stream of a deploy's events has the error, too."""
 
     def full(*_given: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/secret/folder")

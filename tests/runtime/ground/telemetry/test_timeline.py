@@ -121,9 +121,9 @@ def test_the_copy_of_a_start_stays_that_of_the_start() -> None:
     activation.mark_copied(Transfer(4.0, 12.0, "base"))
     assert copied() == [8000.0, 1000.0]
     activation.mark_context(Transfer(3.5, 4.0))
-    # Another snapshot reports the same context.
+    # Another snapshot reports the same context, which counts once.
     activation.mark_context(Transfer(3.6, 4.0))
     assert parse_server_timing(timeline.server_timing())["context"] == 500.0
-    # The copy of a later wake-up of a parked worker.
+    # The copy of a later wake-up of a parked worker does not replace the copy of the start.
     activation.mark_copied(Transfer(30.0, 31.0, "base"))
     assert copied() == [8000.0, 1000.0]
