@@ -62,7 +62,7 @@ def check_data(service: str, deadline: float) -> None:
 def ask(service: str, requirements: Path, deadline: float) -> list[dict[str, Any]]:
     """Return pip-audit's report of each package in `requirements`.
 
-    `deadline` is a time of `time.monotonic`, in seconds. Raises NoDataError without a report until then.
+    `deadline` is a time of `time.monotonic`, in seconds. Raise NoDataError if there is no report by then.
     """
     options = [
         "--no-deps",

@@ -37,7 +37,7 @@ INFRA = Path(__file__).resolve().parent
 # The oldest and the newest version that the manifests are for.
 KUBERNETES = ("1.28", "1.34")
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
-# A directive that is not listed is most likely misspelt: systemd ignores those that it does not know.
+# The known directives. Any other directive is most likely misspelt, and systemd would ignore it.
 DIRECTIVES = {
     "Unit": "After Description Wants",
     "Install": "WantedBy",
@@ -53,7 +53,9 @@ Check = Callable[[Path], Iterator[str]]
 
 
 def problems(path: Path) -> Iterator[str]:
-    """Yield what is wrong with one file, below a folder like infra/. Fail for a file that no check is made for."""
+    """Yield the faults of one file below a folder like infra/. A file that no check is made for is a fault,
+    too.
+    """
     found = [check for pattern, check in CHECKS if path.match(pattern)]
     if not found:
         yield "no check in infra/check.py matches this file"
@@ -113,7 +115,7 @@ def _knative_pod(document: dict[str, Any]) -> Iterator[str]:
     spec = document["spec"].get("template", {}).get("spec", {})
     own = ("containerConcurrency", "timeoutSeconds")
     pod = deepcopy({key: value for key, value in spec.items() if key not in own})
-    # Knative names the container and its probes' port itself.
+    # Knative sets the name of the container and the port of its probes itself.
     for container in pod.get("containers", ()):
         container.setdefault("name", "user-container")
         for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
@@ -172,7 +174,7 @@ def _containers(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _compose(path: Path) -> Iterator[str]:
     text = _VARIABLE.sub(lambda match: match[3] if match[2] == "-" else "given", path.read_text())
-    # compose-spec knows no tags of YAML, and an image with a tag or a digest only.
+    # compose-spec supports no tags of YAML, and no image with both a tag and a digest.
     text = re.sub(r"!(reset|override)\b", "", re.sub(r"(image: .*)@sha256:[0-9a-f]{64}", r"\1", text))
     try:
         compose_spec.PyCompose.from_yaml(text)
@@ -251,14 +253,16 @@ def _unit(path: Path) -> Iterator[str]:
 
 
 def _verified(path: Path) -> Iterator[str]:
-    """Yield what `systemd-analyze verify` says of a unit, with a program that exists."""
+    """Yield the messages of `systemd-analyze verify` about a unit, whose program is replaced by one that
+    exists.
+    """
     if shutil.which("systemd-analyze") is None:
         _left_out(path, "systemd-analyze")
         return
     with tempfile.TemporaryDirectory() as folder:
         for unit in path.parent.iterdir():
             text = re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/sh", unit.read_text())
-            # A part of the unit, for machines with an engine.
+            # A .conf file is a part of the unit, for machines with an engine.
             place = Path(folder, "pilotflame.service.d" if unit.suffix == ".conf" else "", unit.name)
             place.parent.mkdir(exist_ok=True)
             place.write_text(text)

@@ -46,7 +46,7 @@ def files_of(root: Path) -> Iterator[Path]:
 def install() -> list[Path]:
     """Copy changed files over the installed files, remove files that are gone, and return both.
 
-    Another pyproject.toml than the installed one needs a wheel, since it may have other entry points.
+    If pyproject.toml has changed, install a wheel first, since it may have other entry points.
     """
     stamp = ROOT / ".venv" / "wheel"
     if not INSTALLED.is_dir() or (ROOT / "pyproject.toml").stat().st_mtime > stamp.stat().st_mtime:
@@ -59,7 +59,7 @@ def install() -> list[Path]:
     ]
     for file in changed:
         (INSTALLED / file).parent.mkdir(parents=True, exist_ok=True)
-        # The installed file may be a hard link, which other environments share.
+        # Remove the installed file first: it may be a hard link, which other environments share.
         (INSTALLED / file).unlink(missing_ok=True)
         shutil.copy2(ROOT / file, INSTALLED / file)
     gone = [file for file in theirs - ours if file.suffix == ".py"]

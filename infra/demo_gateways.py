@@ -38,7 +38,9 @@ async def handler(event):
         runs.write(f"{event}\\n")
     return event * 2
 """
-"""Its gateway is the folder that has the state folder."""
+"""A handler that writes each event to the file `runs` of its gateway, in the folder that contains the state
+folder.
+"""
 
 
 class Demo:

@@ -230,7 +230,7 @@ def _dotted(path: Path) -> str:
 
 
 def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of nodes that can reach each other, by Kosaraju's algorithm."""
+    """Return the groups of nodes that can reach each other, by Kosaraju's algorithm."""
     order: list[str] = []
     seen: set[str] = set()
 

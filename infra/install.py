@@ -70,10 +70,12 @@ def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) 
         for name, (variable, separator) in VARIABLES.items()
         if name in settings
     }
-    # As pip does. With PYTHONDONTWRITEBYTECODE, each process would otherwise compile what it imports.
+    # Compile at the installation, as pip does. With PYTHONDONTWRITEBYTECODE, each process would otherwise
+    # compile the modules that it imports.
     passed["UV_COMPILE_BYTECODE"] = "1"
     if SOURCES & settings.keys():
-        # As pip does: the best version of all indexes, not of the first index that has the package.
+        # Choose the best version of all indexes, as pip does, and not the best of the first index that has
+        # the package.
         passed["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     else:
         passed["UV_TORCH_BACKEND"] = "cpu"

@@ -91,7 +91,8 @@ def run_file(module: str, file: str, mutants: Sequence[Mutant], package: Path, m
         if most_s == OTHER_S:
             return
         sys.exit(f"{file} fails without any change:\n{said}")
-    # With some mutants, the tests hang. With others, they are slower, or the machine has other load.
+    # Limit the time, because tests hang with some mutants. With others, or with other load on the machine,
+    # they are only slower.
     limit_s = 20.0 + 3.0 * (time.monotonic() - began_s)
     for mutant in mutants:
         target.write_text(mutant.code)
@@ -108,7 +109,7 @@ def run_file(module: str, file: str, mutants: Sequence[Mutant], package: Path, m
 
 
 def score(mutants: Sequence[Mutant]) -> dict[str, float]:
-    """Return the counts by outcome, and the share of the mutants that count that were caught."""
+    """Return the counts by outcome, and the share of caught mutants among those that are not equal."""
     by = Counter(mutant.outcome for mutant in mutants)
     counted = len(mutants) - by["equal"]
     share = round(1 - by["survived"] / counted, 3) if counted else 1.0
@@ -117,7 +118,7 @@ def score(mutants: Sequence[Mutant]) -> dict[str, float]:
 
 def run(mutants: Sequence[Mutant]) -> None:
     """Set the outcome of each mutant that has none."""
-    # Remove the copy also after a kill.
+    # Exit by an exception on SIGTERM, so that the copy is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         package = Path(shutil.copytree(INSTALLED, Path(folder) / "pilotflame"))

@@ -10,7 +10,7 @@ import promql_parser
 from custom_kinds import Duration, Strict, Text
 from pydantic import Field
 
-# What Grafana puts into a query.
+# Grafana's variables in queries, and the values that replace them for the parser.
 VARIABLES = {"$__rate_interval": "5m", "$__range": "1h", "$function": ".*"}
 _LEGEND_LABEL = re.compile(r"\{\{\s*(?:\$labels\.)?([a-z_]+)\s*\}\}")
 
@@ -157,7 +157,7 @@ def parse_query(query: str) -> promql_parser.Expr:
 
 
 def metrics_of(query: str) -> Iterator[tuple[str, set[str]]]:
-    """Yield each metric that a query names, with the labels that it has to have."""
+    """Yield each metric that a query names, with the labels that the metric must have."""
     nodes: list[Any] = []
     promql_parser.walk(parse_query(query), nodes.append)
     grouped: set[str] = set()

@@ -4,7 +4,7 @@
 
 docs/errors.md is made from errors.py, docs/rooms.md from the imports of the sources, docs/llms.txt from docs/index.md, and the table of
 alerts in docs/operations.md from the conditions.
-`tests/infra/test_pages.py` compares them with their sources.
+`tests/infra/test_pages.py` compares the pages with their sources.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _drawn_box(module: str) -> str | None:
 
 
 def _picture(imports: dict[str, set[str]]) -> str:
-    """Draw the parts and their imports, without imports that follow from others."""
+    """Draw the parts and their imports, without imports that follow from other imports."""
     parts = [
         f"    {part}" for part, others in sorted(imports.items()) if not others and _alone(part, imports)
     ]

@@ -53,7 +53,9 @@ FORMAT = """\
 
 @dataclass(frozen=True)
 class Line:
-    """One line of output, with its control sequences, and the seconds from the command's start to its end."""
+    """One line of output, with its control sequences. `at_s` is the time from the command's start to the end
+    of the line, in seconds.
+    """
 
     at_s: float
     text: str
@@ -84,7 +86,9 @@ def _lines(terminal: int) -> Iterator[str]:
 
 
 def _read(terminal: int) -> bytes:
-    """Return output; b"" after the last process has closed the pseudo-terminal, which reading reports as an error."""
+    """Return output, or b"" after the last process has closed the pseudo-terminal. Reading then raises an
+    error.
+    """
     try:
         return os.read(terminal, 4096)
     except OSError:

@@ -51,7 +51,7 @@ def names_of(root: ZipPath, package: str) -> dict[str, str]:
             for name, parameters in there.items():
                 first, dot, rest = name.partition(".")
                 if first in imported or "*" in imported:
-                    # The package's own definition counts.
+                    # The definition in the package itself takes precedence.
                     here = imported.get(first, first) + dot + rest
                     found[here] = found.get(here) or parameters
     return {name: parameters for name, parameters in found.items() if name[0].isalpha()}

@@ -37,7 +37,7 @@ TOOLS = (
 )  # fmt: skip
 """What the tests need. constraints.txt has their versions."""
 
-# By library: the tests that fail if its API is another one than we use, below tests/.
+# By library: the tests, below tests/, that fail if its API differs from the API that we use.
 TESTS = {
     "a2wsgi": "runtime/plugins/asgi/test_handler.py",
     "aiodocker": "runtime/node/launching/test_container_engine.py",
@@ -133,7 +133,7 @@ def make_environment(folder: Path, resolution: str) -> dict[str, str]:
     overrides.write_text(f"torch=={metadata.version('torch')}\n")
     shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
     package = f"{ROOT}[{','.join(extra for extra in project() if extra)}]"
-    # With pip, as environments of `python -m venv`: pilotflame reads pip's settings.
+    # Install pip into the environments, as `python -m venv` does, because pilotflame reads pip's settings.
     for command in (
         ["venv", "--quiet", "--seed", "--python", sys.executable, str(folder)],
         ["pip", "install", "--quiet", "--python", str(python), "--upgrade", "--resolution", resolution, "--overrides", str(overrides),
@@ -172,7 +172,8 @@ def table(versions: Mapping[str, Mapping[str, str]], failures: Mapping[str, Sequ
         outcome = f"failed at {', '.join(bad)}" if bad else "passed"
         lowest = versions["lowest"].get(name, "0")
         floors = [Version(one.version) for one in requirement.specifier if one.operator == ">="]
-        # Another package needs a later version. torch is the one of this environment.
+        # The oldest allowed version was not tested: another package needs a later one, or it is torch, which
+        # has the version of this environment.
         if any(floor < Version(lowest) for floor in floors):
             outcome += f", {floors[0]} untested"
         rows.append((extra or "-", name, lowest, versions["newest"].get(name, "-"), outcome))

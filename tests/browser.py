@@ -13,7 +13,8 @@ import pytest
 # Taken out of the environment, because the commands refuse variables PILOTFLAME_* that they do not know.
 REQUIRED = os.environ.pop("PILOTFLAME_REQUIRE_BROWSER", "") == "1"
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-# Reached only to load pages of the test's own gateways, so the sandbox, which root cannot have, is not missed.
+# Chromium's sandbox does not work as root, so switch it off. The browser loads only pages of the test's own
+# gateways.
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-proxy-server")
 
 
@@ -29,7 +30,7 @@ def find_browser() -> str:
 
 @contextlib.asynccontextmanager
 async def chromium() -> AsyncIterator[Any]:
-    """A running browser, as Playwright's `Browser`."""
+    """Run a browser, and yield it as Playwright's `Browser`."""
     path = find_browser()
     from playwright.async_api import async_playwright
 

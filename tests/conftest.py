@@ -32,14 +32,15 @@ from live import Function, Gate, Gateway, gateway_here, give_memory_back, short_
 
 pytest_plugins = ["fast_first", "postgres"]
 
-# pytest then shows the values in a failed assertion.
+# Rewrite the assertions of these modules too, so that pytest shows the values when they fail.
 pytest.register_assert_rewrite(
     "blobs_tests", "device_tests", "job_store_machine", "job_store_tests", "launcher_tests", "source_tests"
 )
 
 # Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more, also in the tests that draw fewer (example_count.py).
 # No example has a deadline of its own: on a machine with other load, any example may take long.
-# `make mutants` only counts failures. It uses the profile without shrinking, which takes longer than the test.
+# `make mutants` only counts failures. It uses the profile without shrinking, because shrinking takes longer
+# than the test.
 hypothesis.settings.register_profile(
     "house",
     max_examples=DRAWN,
@@ -96,7 +97,7 @@ def _left_out() -> Mapping[str, list[str]]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start the longest files first: otherwise one process still runs a long file when all others have finished.
 
-    With several gateways, deselect the tests of one.
+    With several gateways, deselect the tests that need a single gateway.
     """
     if left := [item for item in items if round_robin.why_one(item.nodeid)]:
         config.hook.pytest_deselected(items=left)
@@ -114,7 +115,11 @@ def _certificates(trust_env: bool, _file: str | None, _folder: str | None) -> ss
 def _ssl_context(
     verify: ssl.SSLContext | str | bool = True, cert: Any = None, trust_env: bool = True
 ) -> ssl.SSLContext:
-    """Return what httpx would. Each client would read all certificates of the machine, which takes 60 ms, so the clients share them."""
+    """Return the SSL context that httpx would create.
+
+    Its creation reads all certificates of the machine, which takes 60 ms, so the clients share one
+    context.
+    """
     if verify is not True or cert is not None:
         return httpx.create_ssl_context(verify, cert, trust_env)
     return _certificates(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
@@ -124,8 +129,9 @@ httpx_transports.create_ssl_context = _ssl_context
 
 
 class _Loop(uvloop.Loop):
-    """The event loop that the gateway uses. It starts processes as asyncio's own loop does, by vfork: uvloop copies the page tables, and
-    pytest's processes are large.
+    """The gateway's event loop, except that it starts processes by vfork, as asyncio's own loop does.
+
+    uvloop forks, which copies the page tables. That is slow, because pytest's processes are large.
     """
 
     _debug = False
@@ -135,13 +141,13 @@ class _Loop(uvloop.Loop):
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run async tests on this loop."""
+    """Run async tests on `_Loop`."""
     return {"uvloop": _Loop}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _database_of_several(request: pytest.FixtureRequest) -> None:
-    """Start the PostgreSQL server of PILOTFLAME_TEST_GATEWAYS."""
+    """Start a PostgreSQL server if PILOTFLAME_TEST_GATEWAYS asks for several gateways."""
     if round_robin.GATEWAYS > 1:
         round_robin.use(request.getfixturevalue("postgres").url)
 

@@ -1,4 +1,4 @@
-"""What a grammar permits. llguidance is real."""
+"""Whether a grammar permits a text, and random texts that a grammar permits. Uses the real llguidance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def accepted(tokenizer: Any, grammar: str, text: str) -> bool:
 
 
 def drawn(tokenizer: Any, grammar: str, seed: int, most: int = 400) -> str | None:
-    """Return a text that random logits make; None if it has no end."""
+    """Return a text that is sampled from random logits under the grammar. Return None if it has not ended
+    after `most` tokens.
+    """
     end = tokenizer.eos_token_id
     constraint = Constraints(tokenizer, [end]).new(grammar)
     sampler = Sampler(Sampling(seed=seed), (), [end], constraint)

@@ -31,11 +31,11 @@ IMAGE = "localhost/pilotflame-test"
 _SKIPPED = shutil.ignore_patterns(
     "test", "idlelib", "site-packages", "config-3*", "lib2to3", "ensurepip", "tkinter"
 )
-# These are large, and only the gateway and the commands use them.
+# Large packages and folders that only the gateway and the commands use. Images do not contain them.
 _UNUSED = {"uv"}
 _UNUSED_FOLDERS = {("torch", "test"), ("torch", "include")}
 LIBRARY = "usr/local/lib/python3.11"
-# A package of each image that fails when it is imported.
+# Each image contains this package, which fails when it is imported.
 BROKEN = "broken_package"
 
 
@@ -57,9 +57,9 @@ _changes_images: ContextVar[bool] = ContextVar("changes_images", default=False)
 
 @contextlib.contextmanager
 def image_changes() -> Iterator[None]:
-    """Keep other test processes from building and removing images meanwhile. It may be nested.
+    """Keep other test processes from building and removing images during the block. Blocks may be nested.
 
-    A build that looks for layers in its cache fails if another process just then removes an image.
+    A build that looks for layers in its cache fails if another process removes an image at the same time.
     """
     if _changes_images.get():
         yield
@@ -82,12 +82,12 @@ def podman(*arguments: str) -> str:
 
 
 class Engine:
-    """podman's service. It can be stopped and started again; containers go on without it."""
+    """podman's service. It can be stopped and started again; containers continue to run without it."""
 
     def __init__(self, folder: Path, lent: str = "") -> None:
-        """All containers see `lent`, a distribution of this environment, as if it were in their images.
+        """Mount `lent`, a distribution of this environment, into all containers.
 
-        That takes no time, while an image with torch takes half a minute.
+        The mount takes no time, while building an image with torch takes half a minute.
         """
         self._environment = dict(os.environ)
         if lent:
@@ -103,7 +103,8 @@ class Engine:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=self._environment,
-            # conmon, which it starts, leaves an empty file `oom` here when a container is out of memory.
+            # podman starts conmon, which writes an empty file `oom` to its working folder when a container is
+            # out of memory.
             cwd=self._socket.parent,
         )
         deadline_s = time.monotonic() + 30
@@ -176,19 +177,19 @@ def python_image(*, torch: bool = False) -> str:
 
 
 def _torch_image() -> str:
-    """Return an image with torch and what it requires, and nothing else: to build others on."""
+    """Return an image with only torch and its requirements. Other images are built on it."""
     version = importlib.metadata.version("torch").replace("+", "-")
     return _built(f"{IMAGE}-torch:{version}", "scratch", _fill_torch)
 
 
 def _built(tag: str, parent: str, fill: Callable[[Path], None]) -> str:
-    """Return the image `tag`. If it is absent, `fill` writes the files that it has beyond those of `parent`."""
+    """Return the image `tag`. If it is absent, build it from `parent` and the files that `fill` writes."""
     with missing_image(tag) as missing:
         if missing:
             with tempfile.TemporaryDirectory(prefix="pilotflame-image-") as folder:
                 fill(Path(folder, "root"))
                 Path(folder, "Containerfile").write_text(f"FROM {parent}\nCOPY root /\n")
-                # Not from the cache, which takes files of other times for the same.
+                # The cache ignores the times of files, so a build could reuse a layer with other times.
                 podman("build", "-q", "--no-cache", "-t", tag, folder)
     return tag
 
@@ -235,8 +236,8 @@ def _install(library: Path, names: set[str]) -> None:
             if ".." not in file.parts and source.is_file() and file.parts[:2] not in _UNUSED_FOLDERS:
                 (library / "site-packages" / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, library / "site-packages" / file)
-                # Its compiled form names its time in whole seconds, to which engines round. With another time
-                # each start would compile it, since the container is read-only.
+                # Engines round times to seconds. If this time changed, each start would compile the module
+                # again: a compiled module names the time of its source, and the container is read-only.
                 whole_s = int(source.stat().st_mtime)
                 os.utime(library / "site-packages" / file, (whole_s, whole_s))
 

@@ -1,4 +1,6 @@
-"""Lets operations fail that CUDA would refuse, in tests on the simulated device, whose memory is memory of the host."""
+"""Makes operations fail that CUDA would refuse. The memory of the simulated device is host memory, where they
+would succeed.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("cpu", 0)
-"""The device of tensors in device memory. torch allocates there on the host, but tensors of the host have no number."""
+"""The device of tensors in device memory. torch allocates them on the host; the index 0 distinguishes them
+from host tensors, which have no index.
+"""
 HOST_NAMES = ("cpu", torch.device("cpu"))
 READS = {Tensor.numpy, Tensor.__array__}
 MIXING = {Tensor.copy_, Tensor.__setitem__, Tensor.__getitem__}
-"""Operations on a tensor that also take tensors of the other side."""
+"""Operations that may get one tensor of the host and one of the device."""
 
 
 class DeviceMemory(TorchFunctionMode):

@@ -24,7 +24,9 @@ def host_bytes(device: Device, seed: int, size_bytes: int = SIZE_BYTES) -> Tenso
 
 
 class DeviceTests:
-    """Tests of a `Device`. Needs the fixture `device`: a device with 64 MiB of free memory and less than 1 PiB."""
+    """Tests of a `Device`. Needs the fixture `device`: a device with at least 64 MiB and less than 1 PiB of
+    free memory.
+    """
 
     def test_memory_is_bytes_on_the_device(self, device: Device) -> None:
         memory = device.empty(SIZE_BYTES)

@@ -3,10 +3,12 @@
 What an author has to know:
 
 - A ```python block is run as a program of its own, with warnings as errors; it must end without an exception.
-- A ```sh block holds commands, as a reader pastes them: no prompts, no output. Each line is a command, which is given to a shell
-  and must end with 0. A line that ends in a backslash goes on; after `export`, the rest of the block is given to the same shell.
-- A command that ends in " &" runs on, as `pilotflame serve &` does, until the README is over. The next command begins at once,
-  as it does when a reader pastes the block. In the end the command is sent SIGTERM and must end with 0.
+- A ```sh block holds commands, as a reader pastes them: no prompts, no output. Each line is a command, which
+  is given to a shell and must end with 0. A line that ends in a backslash continues on the next line. After
+  `export`, the rest of the block is given to the same shell.
+- A command that ends in " &", as `pilotflame serve &`, runs until the end of the page. The next command
+  begins at once, as when a reader pastes the block. In the end the command is sent SIGTERM and must end with
+  0.
 - Write the address that people will have: http://127.0.0.1:8600 (or localhost:8600). The test puts a free port there, and
   its own state folder in the environment.
 - `make target` is not run: the target must be in the Makefile. `git clone …` and `cd …` are not run either. `pilotflame` and `curl` are
@@ -33,7 +35,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 LIMIT_S = 60
 ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8600")
-# The commands that a shell runs: ours, also after variables or behind a pipe.
+# The lines that are given to a shell: commands of pilotflame (also after variables or behind a pipe),
+# `export`, and python3 in a folder.
 RUN = re.compile(r"(\(cd \w+ && python3 |export \w+=|echo [^;&]*\|\s*pilotflame\b|(\w+=\S+ )*pilotflame\b)")
 SKIP = re.compile(r"<!--\s*not run\s*:?\s*(.*?)\s*-->", re.DOTALL)
 
@@ -49,7 +52,7 @@ class Block:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """The fenced blocks of a Markdown text."""
+    """Yield the fenced blocks of a Markdown text."""
     lines = text.splitlines()
     begun: int | None = None
     for number, line in enumerate(lines):
@@ -68,7 +71,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def commands(block: Block) -> list[str]:
-    """The commands of a shell block, continued lines joined."""
+    """Return the commands of a shell block. Continued lines are joined."""
     found: list[str] = []
     goes_on = False
     for line in block.text.splitlines():
@@ -85,7 +88,9 @@ def targets() -> set[str]:
 
 
 class Terminal:
-    """Where the README's reader sits: one folder, one gateway address, commands that run on."""
+    """Runs a page's commands as its reader would: in one folder, with one gateway address, and with commands
+    in the background.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder / "work"
@@ -154,7 +159,7 @@ class Terminal:
 
 
 class Background:
-    """A command that runs on until the README is over."""
+    """A command that runs until the end of the page."""
 
     def __init__(self, terminal: Terminal, shown: str, command: str) -> None:
         self._shown = shown

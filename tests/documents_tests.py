@@ -15,7 +15,8 @@ from pilotflame.runtime.ground.storing.documents import Documents
 NAME = "access/keys.json"
 FIRST = string.ascii_letters + string.digits + "_-"
 PART = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,20}", fullmatch=True)
-# Paths that leave the folder, hidden files, and everything that another store or an operator could read otherwise.
+# Names that a store must refuse: paths out of the folder, hidden files, and names that another store or an
+# operator could read differently.
 ESCAPES = [
     "", "/", ".", "..", "/etc/passwd", "../a", "a/../../b", "a/..", "a/./b", "a//b", "a/", "/a", ".a", "a/.b", "a\0", "a\n", "a\\b",
     "ä", "a b", "\udcff", "~", "a/~",
@@ -89,7 +90,7 @@ class DocumentsTests:
                 documents.update(NAME, refuse)
             assert other.get(NAME) == before
             assert other.generation("access/") == generation
-            # The store is not locked by the error.
+            # The error has released the lock, so another change succeeds.
             documents.put(NAME, b"1")
 
     def test_no_update_of_any_gateway_is_lost(self, documents: Documents, other: Documents):

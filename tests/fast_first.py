@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 DURATIONS = "pilotflame/durations"
-# The time of a test that has not run yet.
+# The assumed duration of a test that has not run yet.
 UNKNOWN_S = 0.5
 
 
@@ -47,7 +47,7 @@ class FastFirst:
             reporter.write_line(f"\nFAILED {report.nodeid}: {why}", red=True)
 
     def pytest_sessionfinish(self) -> None:
-        # Processes of xdist tell the first one how long their tests have taken.
+        # Each process of xdist only reports its durations to the main process, which writes the cache.
         if self._cache is None or hasattr(self._config, "workerinput"):
             return
         known = self._cache.get(DURATIONS, {})
@@ -55,7 +55,9 @@ class FastFirst:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """A process of xdist has ended. Each of them has collected, and left out, the same tests."""
+        """Take the number of omitted tests from a process of xdist that has ended. All processes omit the
+        same tests.
+        """
         self._left_out = max(self._left_out, getattr(node, "workeroutput", {}).get("left_out", 0))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

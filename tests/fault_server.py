@@ -44,25 +44,25 @@ class Faults:
     busy_status: int = 503
     retry_after: str | None = None
     wrong_range_share: float = 0.0
-    """The bytes and the Content-Range of another range."""
+    """The answer has the bytes and the Content-Range of another range."""
     duplicate_share: float = 0.0
-    """The whole answer twice."""
+    """The whole answer is sent twice."""
     late_share: float = 0.0
-    """The whole answer twice, for the second time when the next request has come on the same connection."""
+    """The whole answer is sent again when the next request arrives on the same connection."""
     flip_share: float = 0.0
-    """One bit of the body is another."""
+    """One bit of the body is flipped."""
 
     latency_s: float = 0.0
-    """Before the first byte of every answer."""
+    """The delay before the first byte of every answer."""
     bytes_per_s: float | None = None
     """The rate of each connection."""
     changed_from: int | None = None
     """From this request on (counted from 0), objects have another ETag."""
     etag: str | None = "strong"
-    """"strong", "weak", None for none at all (then Last-Modified tells)."""
+    """The kind of ETag: "strong", "weak", or None for answers that have only a Last-Modified."""
     ranges: bool = True
     range_said: bool = True
-    """Parts have a Content-Range."""
+    """Partial answers have a Content-Range."""
     chunked: bool = False
     close_each: bool = False
     """The connection is closed after each answer; a header says so if `close_said`."""
@@ -109,13 +109,13 @@ class _Throttle:
 
 
 class _HangUp(Exception):
-    """The connection is to be closed now."""
+    """Raised to close the connection at once."""
 
 
 class FaultServer:
     """Serves a folder, or named bytes, on 127.0.0.1 from a thread of its own: `with FaultServer(folder) as server`.
 
-    `faults` may be set at any time, and may be a function of the request. `content` may be added to.
+    `faults` may be set at any time, and may be a function of the request. Entries may be added to `content`.
     """
 
     def __init__(
@@ -171,15 +171,15 @@ class FaultServer:
         )
         await self._stop.wait()
         for _ in range(10):
-            # Connections that are just being accepted start their task, which can be cancelled; a server that is closed
-            # meanwhile would drop the socket unclosed (CPython 109564).
+            # Let connections that are just being accepted start their tasks, which are cancelled below. If
+            # the server closed before, it would drop their sockets without closing them (CPython 109564).
             await asyncio.sleep(0)
         server.close()
         for talk in list(self._talks):
             talk.cancel()
         await asyncio.gather(*self._talks, return_exceptions=True)
         for transport in list(self._transports):
-            # A closing transport waits for its peer to take what is still unsent.
+            # Abort also closing transports: they would wait until the peer has read all that is unsent.
             transport.abort()
         # Transports close in the next iteration of the loop.
         await asyncio.sleep(0)
@@ -201,7 +201,7 @@ class FaultServer:
             asyncio.LimitOverrunError,
             asyncio.CancelledError,
         ):
-            # The peer went, a fault hung up, or the server stops.
+            # The peer or a fault has closed the connection, or the server stops.
             pass
         finally:
             self._talks.discard(talk)
@@ -259,7 +259,7 @@ class FaultServer:
         return file
 
     def draw(self, request: Request) -> random.Random:
-        """The chance of this request, the same in every run."""
+        """Return the random numbers of this request, which are the same in every run."""
         return random.Random(
             f"{self._seed}/{request.name}/{request.begin}/{request.end}/{request.repetition}"
         )
@@ -306,8 +306,9 @@ class _Answer:
         if "range" in request.headers and faults.ranges and request.begin >= size:
             return self._plain(416, {"Content-Range": f"bytes */{size}"})
         twice = self._draws(faults.duplicate_share)
-        # The end of the first answer is sent with the beginning of the second. Otherwise the next request could be
-        # sent before the second answer, which then may pass for the answer to it, if it is for an equal range.
+        # Send the end of the first answer together with the beginning of the second. Otherwise the client
+        # could send its next request before the second answer arrives, and could take that answer for the one
+        # to its request, if both have the same range.
         self._hold_end(hold=twice)
         for _ in range(2 if twice else 1):
             await self._object(file, size, version, faults.stall_at if stalls else None)

@@ -19,7 +19,10 @@ def connection() -> bytes:
 def unfinished_call(
     method: str, metadata: Iterable[tuple[str, str]], size: int, sent: int, stream: int = 1
 ) -> bytes:
-    """Return a call that announces a message of `size` bytes and sends `sent` of them, at most as many as no window forbids: 64 KiB."""
+    """Return the frames of a call that announces a message of `size` bytes and sends `sent` of them.
+
+    `sent` is at most 64 KiB, which any client may send before the server extends the window.
+    """
     fields = [
         (":method", "POST"), (":scheme", "http"), (":path", f"/inference.GRPCInferenceService/{method}"), (":authority", "x"),
         ("te", "trailers"), ("content-type", "application/grpc"), *metadata,
@@ -37,7 +40,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """Return a text of at most 254 bytes as HPACK has it, without compression."""
+    """Return a text of at most 254 bytes in HPACK's encoding, without compression."""
     data = text.encode()
     size = bytes((len(data),)) if len(data) < _PREFIX else bytes((_PREFIX, len(data) - _PREFIX))
     return size + data

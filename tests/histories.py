@@ -26,9 +26,10 @@ OWNERS = ("", "ann", "bob")
 NAMES = ("a", "b", "c", "d", "e")
 # Times between events, in seconds.
 GAPS_S = (0.0, 0.0, 0.0, 0.01, 0.1, 0.1, 1.0, 1.0, 5.0, 20.0, 70.0)
-# Calls end at the latest after their time limits. Then windows, timeouts and plans end.
+# CALLS_S: all calls end within this time, because of their time limits. REST_S: after this time, all windows,
+# timeouts and plans have ended.
 CALLS_S, REST_S = 4 * 600.0, 32 * 86400.0
-# A constant load lasts for both times. In the second one, nothing changes.
+# A constant load lasts for the sum of both times. During STEADY_S, no worker may start or stop.
 SETTLES_S, STEADY_S = 200.0, 100.0
 LAST_LINES = 60
 
@@ -79,7 +80,7 @@ class History:
         steps = self.checks.actions - self.checks.actions_at_event
         if self.rng.random() < 0.5:
             await self._steady()
-        # A budget begins anew each day, and its workers with it.
+        # A budget begins anew each day, and would let workers start again.
         self._lift_budgets()
         self.checks.rests = True
         await asyncio.sleep(REST_S)
@@ -219,14 +220,17 @@ class History:
     # -- a constant load
 
     async def _steady(self) -> None:
-        """Repeat a load. Once it has settled, no worker starts, stops, parks or wakes."""
+        """Repeat a load. Raise Broken if a worker starts, stops, parks or wakes after the load has
+        settled.
+        """
         rng, node, steady = self.rng, self.node, 0
         if node.most is not None or any(node.owners.values()) or self._gpus:
             return
         for function in node.functions.values():
             live = function.live
             history = function.function
-            # A plan may end the worker between two calls: waiting has a low price.
+            # Skip functions with plans: waiting is so cheap for them that a plan may end the worker between
+            # two calls.
             if live is None or history.paused or history.account.limited or history.ladder.plans:
                 continue
             every_s, plan = rng.choice((0.1, 0.5, 2.0)), CallPlan(rng.choice((0.01, 0.1, 0.6)))
@@ -275,7 +279,7 @@ async def _run(
     real, cost_s = allocation.allocate, rng.choice((0.0, 0.001, 0.05))
 
     def slow(*arguments: Any) -> Any:
-        # An allocation takes time, and the next one is later for that.
+        # An allocation takes simulated time, which delays the next one.
         loop.clock.now_s += 0.0 if checks.looks_again else cost_s
         return real(*arguments)
 

@@ -23,9 +23,9 @@ from simulated_time import LATE_S
 
 # All revisions are looked at again at every seventh time at which nothing is left to do.
 LOOK_EVERY = 7
-# The largest number of wake-ups of an idle node: accounts look at the day each hour.
+# The largest number of wake-ups of an idle node. Accounts check each hour whether a new day has begun.
 MOST_WAKES = 5000
-# What the end of processes and the parking of workers may add to a wait, beside drains and starts.
+# The time that ends of processes and parking may add to a wait, besides drains and starts.
 SLACK_S = 2.0
 
 Real: TypeAlias = Callable[..., Any]
@@ -52,11 +52,12 @@ class Checks:
         self._stage = self._quiets = 0
         self._acted: list[tuple[RevisionWorkers, str]] = []
         self._decided_s = dict[str, float]()
-        # By revision, before it is looked at again: whether there were calls, and the time of the next look.
+        # By revision, noted before the revision is looked at again: whether it had calls, and the time of the
+        # next look.
         self._before = dict[str, tuple[bool, float]]()
         self._allocation_due = self._shared = False
         self._rows = dict[str, dict[Any, int]]()
-        # By revision, how many workers have died while they started, and their deaths are not counted yet.
+        # By revision, the number of workers that died during their start and whose deaths are not counted yet.
         self._dead_starts = Counter[str]()
         # The GPU memory of each process that was activated, by pid.
         self._full = dict[int, MemoryByGpu]()
@@ -73,7 +74,7 @@ class Checks:
 
     @property
     def looks_again(self) -> bool:
-        """True while no time may pass, as all revisions are looked at again."""
+        """True while all revisions are looked at again. No time may pass then."""
         return self._stage > 0
 
     def close(self) -> None:
@@ -193,7 +194,7 @@ class Checks:
                 raise Broken(f"GPU {gpu.id} has {gpu.memory_mb} MiB, and {booked[gpu.id]} are booked")
 
     def _check_memory(self) -> None:
-        """Processes that exist hold no more memory of a GPU than it has."""
+        """Raise Broken if the existing processes use more memory of a GPU than it has."""
         gpus, held = self.node.reconciler.gpus, Counter[str]()
         for one in self.node.members.values():
             for replica in one.replicas:
@@ -267,14 +268,18 @@ class Checks:
             one.look()
 
     def _due_s(self, key: str) -> float:
-        """Return when the next look at a revision is due if no event causes an earlier look, or the next allocation."""
+        """Return when the next look at a revision, or the next allocation, is due if no event causes an
+        earlier one.
+        """
         return self.node.reconciler.agenda._due.get(key, math.inf)
 
     def _members(self) -> list[RevisionWorkers]:
         return [one for one in self.node.members.values() if one.key in self.node.reconciler.limits.members]
 
     def _shares_anew(self) -> bool:
-        """Return True if workers were shared anew, because that was due soon, or the load of a revision has changed unheard."""
+        """Return True if a new allocation of workers is allowed without an event: it was due soon, or the
+        load of a revision has changed, which no event reports.
+        """
         changed = [
             one
             for one in self._members()
@@ -284,8 +289,10 @@ class Checks:
         return self._allocation_due or under_way or any(self._is_soon(one) for one in changed)
 
     def _excuse(self, one: RevisionWorkers, text: str) -> None:
-        """Raise Broken unless a look was due soon: while calls run, no event reports that they have become less, or that
-        they last, and the end of the last call waits for the timer of the idle period.
+        """Raise Broken unless a look was due soon.
+
+        No event reports that fewer calls run, or that calls last long. After the last call, a look waits for
+        the timer of the idle period.
         """
         if one.events.unrecovered and not text.startswith("start"):
             return
@@ -296,10 +303,10 @@ class Checks:
     def _is_soon(self, one: RevisionWorkers) -> bool:
         busy, due_s = self._before[one.key]
         if one.phase is Phase.PROVEN:
-            # It is looked at when it goes live, in a moment. A signal may have come meanwhile.
+            # The next look comes when the revision goes live, in a moment. A signal may have arrived before.
             return True
         if one.events.unrecovered and (one.replicas.ready or not self._dead_starts[one.key]):
-            # The reaction to the death of a worker comes a moment earlier.
+            # This look reacts to the death of a worker a moment before the regular one does.
             return True
         within_s = max(one.revision.policy.scale.scale_down_s / CHECKS, MIN_RECHECK_S) if busy else QUIET_S
         if busy and one.observed.seen.load is not None:
@@ -307,7 +314,7 @@ class Checks:
         return due_s <= self.now_s + within_s
 
     def _check_calls(self) -> None:
-        """Each call that has not ended is in a queue or at a worker."""
+        """Raise Broken if a call that has not ended is neither in a queue nor at a worker."""
         members = self.node.members.values()
         if any(one.events.unrecovered for one in members):
             return
@@ -388,14 +395,15 @@ class Checks:
     def _fits(self, need: GpuNeed, others: list[tuple[RevisionWorkers, int]]) -> bool:
         gpus = self.node.reconciler.gpus.gpus
         if any(kept and each.gpu_need is not None for each, kept in others):
-            # The GPUs of these workers are not known here.
+            # This check does not know which GPUs these workers use, so it assumes that there is no free
+            # memory.
             return False
         return place(gpus, [], need) is not None
 
     # -- at the end
 
     def check_end(self) -> None:
-        """Nothing happens any more: the node is at rest."""
+        """Raise Broken unless the node is at rest: nothing happens any more."""
         node, agenda = self.node, self.node.reconciler.agenda
         if node.open_calls:
             raise Broken(

@@ -28,7 +28,7 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
     readers: set[str] | None = None
     gated: bool = False
-    """Its description is public, its files are not."""
+    """The description of a gated repository is public, its files are not."""
 
     def commit(self, files: Mapping[str, bytes], branch: str = "main") -> str:
         text = repr((sorted(files.items()), len(self.commits))).encode()
@@ -188,7 +188,7 @@ class HubServer:
         self.tokens: set[str] = set()
         self.asked: list[Asked] = []
         self.terse = False
-        """As some mirrors: answers have neither a length nor a Content-Range."""
+        """If True, answers have neither a length nor a Content-Range, like those of some mirrors."""
         self._signed = 0
         self._servers = {role: self._server(role) for role in ("hub", "cdn")}
         self.endpoint = self._url("hub")
@@ -223,7 +223,7 @@ class HubServer:
 
     def __enter__(self) -> HubServer:
         for server in self._servers.values():
-            # By default, `shutdown` takes up to half a second.
+            # Look for the end every 20 ms. By default, `shutdown` takes up to half a second.
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 

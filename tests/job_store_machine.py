@@ -1,4 +1,4 @@
-"""A store of jobs against a simple model of it: any sequence of calls, also with restarts in between."""
+"""Compares a store of jobs with a simple model of it, after any sequence of calls and restarts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OWNERS = ("", "key-1", "key-2")
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Runs any sequence of calls; after each, all that can be read equals the model.
+    """Runs any sequence of calls. After each call, everything that the store returns must equal the model.
 
     A subclass says in `make_store` how a store is made.
     """
@@ -134,7 +134,7 @@ class StoreMachine(RuleBasedStateMachine):
         ttl_s=st.sampled_from([30.0, 50.0]),
     )
     def start(self, function: str, owner: str, ttl_s: float) -> str:
-        """A job that is stored when a worker has it."""
+        """Store a job that a worker runs already."""
         job_id, asked = f"started-{self.model.arrived}", new_job(function, owner=owner, ttl_s=ttl_s)
         for _ in range(2):
             assert self.run(self.store.start(asked, job_id, "w")) == 1
@@ -149,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
         state=st.sampled_from(["COMPLETED", "FAILED"]),
     )
     def record(self, function: str, owner: str, state: str) -> str:
-        """A job that is stored when it has ended: the rows are the same as after submit, take and finish."""
+        """Store a job that has already ended. The rows must be the same as after submit, take and finish."""
         asked, outcome = new_job(function, owner=owner), JobOutcome(JobState(state), output=b"o", logs="l")
         queued = asked.queued(f"ended-{self.model.arrived}", self.model.now_s)
         started = dataclasses.replace(queued, worker="w", started_s=self.model.now_s)
@@ -285,7 +285,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(job_ids=st.lists(ids, max_size=3))
     def claims_and_runs_of_a_live_gateway(self, job_ids: list[str]) -> None:
-        """An unclaim changes nothing that can be seen by one gateway, and the gateway is not dead."""
+        """Unclaim changes nothing that a single gateway can see, and requeue_dead finds no dead gateway."""
         self.run(self.store.unclaim(job_ids))
         assert self.run(self.store.requeue_dead()) == (0, 0)
 

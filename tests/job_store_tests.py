@@ -1,6 +1,6 @@
 """The contract of a store of jobs: what is stored, who gets a job, which reports and repeats count, limits, and the end of a job.
 
-`job_store_machine.py` has the same for any sequence of calls.
+`job_store_machine.py` tests the same contract with any sequence of calls.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class JobStoreTests:
     ) -> None:
         jobs = [(await store.submit(new_job()))[0] for _ in range(3)]
         assert await store.claim("tone", 2, clock.now_s) == jobs[:2]
-        # The caller has not got the answer.
+        # A gateway that did not receive the answer claims again and gets the same jobs.
         assert await store.claim("tone", 2, clock.now_s) == jobs[:2]
         assert await store.claim("tone", 9, clock.now_s, [job.id for job in jobs[:2]]) == jobs[2:]
         await store.take(jobs[0].id)
@@ -279,7 +279,8 @@ class JobStoreTests:
         assert [await stood_still.finish(ended.id, 1, DONE) for _ in range(2)] == [True, True]
         assert await store.take(ended.id, "w2") is None
         assert await store.counts("tone") == JobCounts(in_queue=2, completed=1, queued_bytes=4)
-        # Its pieces were deleted, and this attempt has ended itself.
+        # `streamed` cannot end, because its pieces were deleted. `failed` cannot either, because its attempt
+        # had already ended with the requeue.
         assert not await stood_still.finish(streamed.id, 1, DONE)
         assert not await stood_still.finish(failed.id, 1, DONE)
         job = await store.get("tone", ended.id)
@@ -295,7 +296,8 @@ class JobStoreTests:
             assert (job.id, replayed) == (job_id, False)
         assert (await store.counts("tone")).in_queue == 1
         assert (await store.stored_bytes("*"))["*"] == len(asked.input)
-        # A call of its own: the queue is full, or the key is known.
+        # A new call has another id, so it is not a repetition: the queue is full, unless the key names the
+        # stored job.
         other = store.submit(asked, new_job_id(clock.now_s))
         if key:
             assert await other == (job, True)

@@ -33,15 +33,17 @@ class ModelJob:
     due_s: float = 0.0
     expires_s: float = 0.0
     until_s: float = 0.0
-    """When it is deleted, which is later than `expires_s` if a webhook needs it."""
+    """When the job is deleted. This is later than `expires_s` if a webhook needs the job."""
     outcome: JobOutcome | None = None
-    """How its last attempt has ended it."""
+    """The outcome with which the last attempt has ended the job."""
     output: bytes | None = None
     logs: str = ""
     progress: bytes | None = None
     pieces: list[bytes] = field(default_factory=list)
     given_up: bool = False
-    """True if it waits because its gateway seemed dead. Its attempt may still end it."""
+    """True if the job waits again because its gateway seemed dead. The attempt of that gateway may still end
+    it.
+    """
 
     @property
     def place(self) -> tuple[int, int]:
@@ -89,7 +91,9 @@ class Model:
         return job is not None and job.state.final and (job.attempts, job.outcome) == (fence, outcome)
 
     def take(self, job_id: str) -> int | None:
-        """Return the fence of a new attempt, or of an attempt that runs. All run on the same worker."""
+        """Return the fence of a new attempt, or of the running attempt. All attempts run on the same
+        worker.
+        """
         job = self.jobs.get(job_id)
         if job is None or job.state.final:
             return None
@@ -181,7 +185,7 @@ class Model:
         placed = []
         for (priority, _), job_id in found:
             owner = self.jobs[job_id].new.owner
-            # The choice begins after the owner "", which has the last place.
+            # The store begins with the owners after "", so "" has the last turn.
             placed.append(((priority, turns[priority, owner], owner or "\uffff"), job_id))
             turns[priority, owner] += 1
         return placed

@@ -101,7 +101,7 @@ class LauncherTests:
     ) -> None:
         async with launched(launcher, make_spec(SECRET), secrets={"TOKEN": "hush"}) as source:
             assert source.alive
-            # Another revision does not have them.
+            # Another revision does not get these secrets.
             with pytest.raises(HandlerError, match="no token"):
                 await launcher.launch(make_spec(SECRET), LogChannel(), lambda: None)
         assert "TOKEN" not in os.environ
@@ -142,7 +142,7 @@ class LauncherTests:
         if prepared:
             await launcher.prepare(spec)
         launching = asyncio.create_task(launcher.launch(spec, LogChannel(), lambda: None))
-        # Until it waits for another process.
+        # Let the launch run until it waits for another process.
         await asyncio.sleep(0)
         await launcher.close()
         with pytest.raises(LauncherError):

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 
-# The events are the numbers below.
+# Each event is a number from 0 to EVENTS - 1.
 EVENTS = 50
 # The files in the folder of each handler.
 FILES = {"lines.txt": "".join(f"{number:6}\n" for number in range(1000))}
@@ -147,7 +147,7 @@ ARCHIVE = zipfile.ZipFile("lines.zip")
     ),
     "torch": Ingredient("import torch\ntorch.rand(())", "torch.rand((), dtype=torch.float64).item()", "own", True),
 }  # fmt: skip
-# An ingredient changes what the other of its pair draws.
+# Pairs that no mixture contains together: one ingredient changes the numbers that the other draws.
 APART = [{"global", "global, seeded"}, {"torch", "torch, seeded"}]
 
 

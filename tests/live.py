@@ -201,9 +201,10 @@ class Function:
         return f"/invoke/{self.name}"
 
     async def call(self, event: Any = None, **headers: str) -> httpx.Response:
-        """Invoke it; header names have _ for -."""
+        """Invoke the function. In the names of headers, _ stands for -."""
         named = {key.replace("_", "-"): value for key, value in headers.items()}
-        # The comments of a stream that hangs keep httpx waiting, and uvloop swallows the exception of pytest-timeout.
+        # Without this limit a call could wait forever: a hanging stream sends comments, so httpx does not
+        # time out, and uvloop swallows the exception of pytest-timeout.
         async with asyncio.timeout(CALL_LIMIT_S):
             return await self.client.post(self.path, json=event, headers=named)
 
@@ -225,7 +226,7 @@ class Function:
         return dict(response.json())
 
     async def pids(self, role: str) -> list[int]:
-        """Return the pids of its processes with this role: "worker", "standby" or "zygote"."""
+        """Return the pids of the function's processes with this role: "worker", "standby" or "zygote"."""
         rows = (await self.status(memory=True))["processes"]
         return [row["pid"] for row in rows if row["role"] == role]
 
@@ -362,10 +363,10 @@ class Gateway:
 def give_memory_back(folder: Path) -> None:
     """Remove from shared memory the caches whose folder is in `folder`. Fetchers that were killed have left them.
 
-    Other caches may belong to gateways that run: of other test processes, or of the user.
+    Leave other caches. They may belong to running gateways of other test processes or of the user.
     """
     for parent, _, files in os.walk(folder):
-        # The folder of a cache has a lock.
+        # A folder with a file `lock` is the folder of a cache.
         for tier in node_tiers(Path(parent)) if "lock" in files else ():
             if tier.kind == "tmpfs":
                 unmount(tier.root)
@@ -390,8 +391,10 @@ def short_folder() -> Any:
 
 @contextlib.asynccontextmanager
 async def gateway_here(state: Path, **settings: Any) -> AsyncIterator[Gateway]:
-    """A gateway on this event loop, or several gateways behind a proxy (`round_robin.py`). For the settings see `one_gateway_here`."""
-    # It imports this module.
+    """Run a gateway on this event loop, or several gateways behind a proxy (`round_robin.py`). For the
+    settings see `one_gateway_here`.
+    """
+    # Imported here, because round_robin imports this module.
     import round_robin
 
     several = round_robin.GATEWAYS > 1 and "database" not in settings
@@ -404,9 +407,11 @@ async def gateway_here(state: Path, **settings: Any) -> AsyncIterator[Gateway]:
 async def one_gateway_here(
     state: Path, *, keep_bases: bool = True, **settings: Any
 ) -> AsyncIterator[Gateway]:
-    """A gateway on this event loop. Its own task starts and stops it, since a fixture may be torn down in another task.
+    """Run a gateway on this event loop. Its own task starts and stops it, since a fixture may be torn down in
+    another task.
 
-    With `keep_bases`, the base of a function outlives it, so that the next one does not start it again.
+    With `keep_bases`, the base of a deleted function keeps running, so that the next function need not start
+    it.
     """
     started: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
@@ -436,7 +441,7 @@ async def one_gateway_here(
 async def gateway_process(
     state: Path, *, environ: Mapping[str, str] | None = None, python: str = sys.executable, **settings: Any
 ) -> AsyncIterator[Gateway]:
-    """A gateway in another process, killed at the end if it still runs."""
+    """Run a gateway in another process. Kill it at the end if it still runs."""
     order = json.dumps({"port": 0, "state_dir": str(state), **settings})
     log = await asyncio.to_thread((state.parent / "gateway.log").open, "wb")
     process = await asyncio.create_subprocess_exec(
@@ -458,7 +463,8 @@ async def gateway_process(
         if process.returncode is None:
             process.kill()
             await process.wait()
-        # Its children may hold the pipe a moment longer; the event loop must not close before they have ended.
+        # Wait until the gateway's children have closed the pipe, too. They must end before the event loop
+        # closes.
         if process.stdout is not None:
             async with asyncio.timeout(LIMIT_S):
                 await process.stdout.read()

@@ -26,7 +26,8 @@ def base_image() -> str:
     def write(root: Path) -> None:
         for name in ("pip", "setuptools"):
             _add_distribution(root, name)
-        # Required, but not called here: its name is enough, and its program is large.
+        # pilotflame requires the distribution `uv`, but no test of these images runs it. Copy only its
+        # metadata, because its program is large.
         _add_distribution(root, "uv", only=".dist-info/")
         _add_program(root, Path("/bin/sh").resolve(), "bin/sh")
 
@@ -40,7 +41,7 @@ def program_image(program: Path) -> str:
     def write(root: Path) -> None:
         _add_program(root, program, f"usr/local/bin/{program.name}")
         (root / "etc").mkdir()
-        # Programs in Go ask the name server alone without it.
+        # Without this file, programs in Go ask only the name server.
         (root / "etc/nsswitch.conf").write_text("hosts: files dns\n")
 
     return _image(program.name, f"# {digest}\nFROM scratch\nCOPY root /\n", write)
@@ -55,7 +56,9 @@ def gateway_image(tag: str) -> None:
 
 
 def _image(name: str, build: str, write: Callable[[Path], None]) -> str:
-    """Return the tag of an image of what `write` writes. It is made once for each Containerfile `build`."""
+    """Return the tag of an image with the files that `write` writes. The image is made once for each
+    Containerfile `build`.
+    """
     build += "ENV PATH=/usr/local/bin:/usr/bin:/bin\n"
     key = f"{build}{Path(__file__).read_text()}"
     tag = f"{IMAGE}-{name}:{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -73,7 +76,7 @@ def _add_distribution(root: Path, name: str, only: str = "") -> None:
     for file in importlib.metadata.files(name) or ():
         if ".." not in file.parts and only in str(file):
             (root / SITE / file).parent.mkdir(parents=True, exist_ok=True)
-            # With its time, by which Python knows that a compiled module is valid.
+            # Copy the times, too: Python compares them to decide whether a compiled module is valid.
             shutil.copy2(file.locate(), root / SITE / file)
 
 

@@ -11,7 +11,7 @@ from moto.server import ThreadedMotoServer
 
 @contextmanager
 def moto_server() -> Iterator[str]:
-    """Run a server. Yields its endpoint. Its content is removed at the end."""
+    """Run a server, and yield its endpoint. Its content is removed at the end."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

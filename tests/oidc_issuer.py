@@ -23,7 +23,7 @@ class Issuer:
         self.named = ""
         self.down = False
         self.published: list[Any] = []
-        """The keys that it shows; by default its own."""
+        """The keys that the issuer publishes. If empty, it publishes `keys`."""
 
     async def __aenter__(self) -> Issuer:
         app = web.Application()

@@ -10,7 +10,8 @@ from typing import Any
 
 from live import Gateway, free_port, gateway_here, home_client, short_folder
 
-# An input and an output of each datatype, which may be left out: numpy's for `n_`, torch's for `t_`.
+# A handler with an optional input and an output of each datatype: arrays of numpy named `n_...`, tensors of
+# torch named `t_...`.
 EVERY = """
 import numpy
 import pilotflame

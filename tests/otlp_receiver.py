@@ -35,7 +35,7 @@ class ReceivedSpan:
     attributes: dict[str, Any]
     resource: dict[str, Any]
     links: tuple[str, ...]
-    """The ids of the spans that are linked."""
+    """The ids of the linked spans."""
     failed: bool
 
     @property
@@ -52,9 +52,11 @@ class OtlpReceiver:
         self.lines: list[tuple[Any, dict[str, Any]]] = []
         """Records of logs, each with the attributes of its resource."""
         self.answers: list[int] = []
-        """The statuses of the next responses to logs, before they are taken."""
+        """The statuses of the next responses to logs. When the list is empty, or a status is 200, the logs
+        are stored.
+        """
         self.retry_after = ""
-        """The Retry-After of these responses."""
+        """The Retry-After of the responses with another status than 200."""
         self.metrics: dict[str, list[Any]] = {}
         self._changed = asyncio.Condition()
 
@@ -108,7 +110,7 @@ class OtlpReceiver:
         return dict(await self.until(found))
 
     async def points(self, name: str, **attributes: Any) -> list[Any]:
-        """Return the points of a metric that have these attributes (with _ for .), once there are any."""
+        """Return the points of a metric that have these attributes (with __ for .), once there are any."""
         wanted = {key.replace("__", "."): value for key, value in attributes.items()}
 
         def found() -> list[Any]:

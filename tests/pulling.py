@@ -30,7 +30,9 @@ CHUNK_BYTES = 64 << 10
 def make(
     folder: Path, seed: int = 0, *, tensors: int = 8, tensor_bytes: int = 128 << 10, **how: Any
 ) -> Manifest:
-    """A safetensors file of `tensors` random tensors in `folder`, and its manifest beside it."""
+    """Write a safetensors file of `tensors` random tensors and its manifest into `folder`. Return the
+    manifest.
+    """
     drawn = numpy.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {f"t{index}": drawn.integers(0, 255, tensor_bytes, numpy.uint8) for index in range(tensors)}
@@ -41,7 +43,7 @@ def make(
 
 
 class Stopping(FolderSource):
-    """Serves the bytes before `stop_at` of every shard, and the rest after `go`. Counts their bytes served."""
+    """Serves the bytes before `stop_at` of every shard, and the rest after `go`. Counts the served bytes."""
 
     def __init__(self, root: Path, stop_at: int | None = None) -> None:
         super().__init__(root)
@@ -99,7 +101,7 @@ class StoppingConnection(FolderConnection):
 
 
 def check(root: Path, source: Path) -> None:
-    """Every safetensors file of `source` is in `root`, byte for byte."""
+    """Assert that `root` has every safetensors file of `source`, byte for byte."""
     for file in source.glob("*.safetensors"):
         assert (root / file.name).read_bytes() == file.read_bytes(), file.name
 
@@ -147,7 +149,9 @@ class Puller:
 
 @contextmanager
 def pulling(tiers: Sequence[Tier], source: Path, **how: Any) -> Iterator[Puller]:
-    """A Puller that is ended afterwards. It answers `{"opened": root}` or its error before it takes commands."""
+    """Yield a Puller that is ended afterwards. Before it takes commands, it writes `{"opened": root}` or its
+    error.
+    """
     puller = Puller(tiers, source, **how)
     try:
         yield puller
@@ -165,7 +169,7 @@ class Fetching:
         )  # fmt: skip
 
     def tell(self, **request: Any) -> None:
-        """Send a request. A hold has a minute, unless the request says otherwise."""
+        """Send a request. The time limit of a hold is a minute, unless the request has another one."""
         if request["op"] == "hold":
             request = {"timeout_s": 60.0, **request}
         assert self.process.stdin is not None
@@ -173,7 +177,7 @@ class Fetching:
         self.process.stdin.flush()
 
     def hear(self, number: int, event: str) -> dict[str, Any]:
-        """Read events until `event` of hold `number` comes."""
+        """Read events until the event `event` of hold `number` arrives, and return it."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             heard: dict[str, Any] = json.loads(line)

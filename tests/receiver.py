@@ -64,7 +64,7 @@ class Receiver:
 @asynccontextmanager
 async def receiving(host: str = "127.0.0.1") -> AsyncIterator[Receiver]:
     app = web.Application()
-    # 0 would wait forever for handlers that are held.
+    # A timeout of 0 would wait forever for handlers whose response a test holds back.
     runner = web.AppRunner(app, shutdown_timeout=0.01, access_log=None)
     receiver = Receiver("")
     app.router.add_route("*", "/{tail:.*}", receiver.take)
@@ -92,7 +92,7 @@ class Held:
 
 
 async def reset(request: web.Request) -> web.Response:
-    """Break the connection."""
+    """Break the connection instead of sending a response."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
@@ -106,7 +106,7 @@ def respond(status: int, **headers: str) -> Callable[[web.Request], Awaitable[we
 
 
 class Watched(Database):
-    """Lets tests wait for a write instead of a time."""
+    """A database that tells tests of each write, so that they need not sleep."""
 
     async def write(self, change: Change[T]) -> T:
         result = await super().write(change)

@@ -117,7 +117,9 @@ class Registry:
 
 
 class TokenServer:
-    """Gives tokens for the login. It keeps the queries and the Authorization headers of the requests."""
+    """Gives tokens to clients with the login. Keeps the queries and the Authorization headers of their
+    requests.
+    """
 
     def __init__(self, folder: Path) -> None:
         issuer = trustme.CA(key_type=trustme.KeyType.RSA)
@@ -127,9 +129,9 @@ class TokenServer:
         self.asked: list[tuple[dict[str, list[str]], str | None]] = []
         self.lives_s = 300
         self.public = False
-        """True if it also gives tokens for requests without a login."""
+        """True if the server also gives tokens for requests without a login."""
         self.gives = {"pull", "push"}
-        """The actions that it allows to the user."""
+        """The actions that the server allows to the user."""
         handler = type("Handler", (_TokenHandler,), {"tokens": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -192,7 +194,7 @@ def registry(folder: Path, login: str = "") -> Iterator[Registry]:
         "version": 0.1, "log": {"level": "info", "accesslog": {"disabled": True}},
         "storage": {"filesystem": {"rootdirectory": str(folder / "data")}}, "http": {"addr": "127.0.0.1:0"}, **auth,
     }  # fmt: skip
-    # JSON is YAML, except that the registry reads only versions without quotation marks.
+    # JSON is YAML, but the registry accepts a version only without quotation marks.
     (folder / "settings.yml").write_text(json.dumps(settings))
     process = subprocess.Popen(
         ["docker-registry", "serve", str(folder / "settings.yml")],
@@ -206,7 +208,7 @@ def registry(folder: Path, login: str = "") -> Iterator[Registry]:
             filter(None, (re.search(r"listening on (127\.0\.0\.1:\d+)", line) for line in lines)), None
         )
         assert found is not None, "docker-registry ended"
-        # Read on, since a full pipe would block the registry.
+        # Read stderr until the end, since a full pipe would block the registry.
         reader = threading.Thread(target=process.stderr.read, daemon=True)
         reader.start()
         running = Registry(found[1], folder / "data", tokens, closed=bool(login))

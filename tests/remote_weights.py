@@ -66,7 +66,7 @@ class Weights:
     server: FaultServer
     folder: Path
     right: Any
-    """Up to the last bits, which depend on how many threads multiply."""
+    """The answer is exact up to its last bits, which depend on the number of threads that multiply."""
 
     @property
     def url(self) -> str:

@@ -51,14 +51,16 @@ ONE_GATEWAY: dict[str, str] = {
     "sagemaker/test_async_answers.py::test_places_that_the_policy_does_not_list_are_refused": _LOOKS,
     "sagemaker/test_async_answers.py::test_a_store_that_never_answers_holds_up_its_own_function_only": _OWN,
 }
-"""Why tests cannot run with several gateways, by parts of their ids, without parameters."""
+"""Why tests cannot run with several gateways. A key is a part of a test's id, without parameters."""
 _OF_CONNECTION = ("Connection", "Keep-Alive", "Transfer-Encoding", "Upgrade", "Expect", "TE", "Trailer")
 _ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 _LONGEST = 1 << 20
 
 
 class RoundRobin:
-    """A reverse proxy. Bodies are streamed in both directions. If one side breaks a connection, the other one is broken, too."""
+    """A reverse proxy. It streams bodies in both directions. If one side breaks its connection, the proxy
+    breaks the other one.
+    """
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._turns = itertools.cycle(urls)
@@ -119,7 +121,7 @@ def _without(headers: Any) -> CIMultiDict[str]:
 
 
 class _SharedFunction(Function):
-    """A function of several gateways. Each has a log of its own."""
+    """A function of several gateways. Each gateway has its own log of it."""
 
     gateways: Sequence[Gateway]
 
@@ -166,7 +168,9 @@ class SeveralGateways(Gateway):
         return client
 
     async def _spread(self, response: httpx.Response) -> None:
-        """Wait until all gateways have a new key or secret: they follow it soon, but the answer does not wait for them."""
+        """Wait until all gateways have a new key or secret: they follow it soon, but the response does not
+        wait for them.
+        """
         path = response.request.url.path
         if response.request.method in ("POST", "PUT", "DELETE") and response.is_success:
             if path.startswith("/v1/keys"):
@@ -192,7 +196,7 @@ _databases: dict[Path, str] = {}
 
 
 def use(postgres_url: str) -> None:
-    """Make the databases of gateways on this server from now on."""
+    """Create the databases of later gateways on this server."""
     global _server_url  # noqa: PLW0603
     _server_url = postgres_url
 
@@ -201,8 +205,10 @@ def use(postgres_url: str) -> None:
 async def gateways_here(
     state: Path, count: int = GATEWAYS, *, keep_bases: bool = True, database: str = "", **settings: Any
 ) -> AsyncIterator[SeveralGateways]:
-    """`count` gateways on this event loop, behind a proxy. Without `database`, they have one of their own, which belongs to the state folder."""
-    # pytest must load this plugin itself, and this module is imported before.
+    """Run `count` gateways on this event loop, behind a proxy. Without `database`, they get a new one, which
+    belongs to the state folder.
+    """
+    # Imported here: pytest must be the first to load this plugin, and it imports this module earlier.
     from postgres import new_schema
 
     if not database and state not in _databases:

@@ -1,4 +1,4 @@
-"""The route table of a gateway without the gateway: its routes can be described, not called."""
+"""The route table of a gateway, made without a gateway: its routes can be described, but not called."""
 
 from __future__ import annotations
 

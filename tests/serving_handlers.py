@@ -18,7 +18,7 @@ PID = "import os\ndef handler(event):\n    return [os.getpid(), os.getppid()]"
 WAITS = "import gate, os\ndef handler(event):\n    gate.wait(str(event))\n    return os.getpid()"
 
 DEVICE_WIDTH = 1024
-# On a simulated device: memory of the host, with copies that end late and in another order.
+# Runs on a simulated device: its memory is host memory, and its copies end late and in another order.
 ON_DEVICE = f"""{ADDED}
 import os, torch
 from torch import nn
@@ -34,7 +34,8 @@ def handler(event, context):
     return os.getpid(), context.state(torch.full(({DEVICE_WIDTH},), float(event))).sum().item()
 """
 
-# ON_DEVICE, but after "break" every use of the device fails, as after an illegal access; "raise" only raises.
+# ON_DEVICE, but after the event "break" every use of the device fails, as after an illegal access. The event
+# "raise" only raises an error.
 BREAKS_ITS_DEVICE = ON_DEVICE.replace(
     "def handler(event, context):",
     """def handler(event, context):
@@ -47,7 +48,7 @@ BREAKS_ITS_DEVICE = ON_DEVICE.replace(
         raise RuntimeError(event)""",
 )
 
-# ON_DEVICE, beside a torch that says that its allocator keeps KEPT_MB of a GPU. No GPU is here.
+# ON_DEVICE with a torch that reports KEPT_MB of GPU memory in its allocator. Tests need no GPU.
 KEPT_MB = 4000
 KEEPS_MEMORY = f"""{ON_DEVICE}
 for name, found in {{

@@ -28,13 +28,13 @@ class Shared:
         return self.follower.shared
 
     def live(self, name: str) -> str:
-        """The id of the live revision of a function; "" if there is none."""
+        """Return the id of the live revision of a function; "" if there is none."""
         assert self.gateway.server is not None
         found = self.gateway.server.functions.find(name)
         return "" if found is None else found.record.revision
 
     async def even(self) -> None:
-        """Wait until it serves what the index says."""
+        """Wait until the gateway serves the functions that the index names."""
 
         async def follows() -> bool:
             return not await asyncio.to_thread(self.revisions.index.changes, self.follower.generation)
@@ -55,11 +55,11 @@ class Group:
         return dict(self.generations)
 
     async def beat(self) -> None:
-        """Let the members follow, again and again, as heartbeats do each second."""
+        """Call `follow` of the members again and again, as heartbeats do each second."""
         while True:
             for name, follower in list(self.beating.items()):
                 await follower.follow()
-                # It may have left meanwhile.
+                # The member may have left while it followed.
                 if name in self.beating:
                     self.generations[name] = follower.generation
             async with self.news:
@@ -68,7 +68,9 @@ class Group:
 
     @contextlib.asynccontextmanager
     async def member(self, name: str, state: Path) -> AsyncIterator[Shared]:
-        """A gateway that follows what the other members do. Its stored functions are restored when it is a member."""
+        """Run a gateway that follows what the other members do. It restores its stored functions after it has
+        caught up with them.
+        """
         async with gateway_here(state, drain_s=5.0) as gateway, contextlib.AsyncExitStack() as stack:
             assert gateway.server is not None
             node = gateway.server.node
@@ -92,12 +94,12 @@ class Group:
 
 
 async def _nothing() -> None:
-    """The gateways of a test have keys and secrets of their own."""
+    """Do nothing: the gateways of these tests do not share keys and secrets."""
 
 
 @contextlib.asynccontextmanager
 async def gateways(url: str, **settings: Any) -> AsyncIterator[list[Gateway]]:
-    """Two gateways that share a database, with real heartbeats."""
+    """Run two gateways that share a database, with real heartbeats."""
     async with contextlib.AsyncExitStack() as stack:
         folders = [stack.enter_context(short_folder()) for _ in range(2)]
         yield [

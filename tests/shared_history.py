@@ -1,4 +1,4 @@
-"""What gateways with one database have accepted and done, and what must hold in each such history."""
+"""Checks what gateways with one database have accepted and done: what must hold in each such history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Order(NamedTuple):
-    """An input that was accepted: of a job, or a message of a queue."""
+    """An accepted input: of a job, or of a message in a queue."""
 
     source: str
     """`job`, or the kind of the queue."""
@@ -32,12 +32,12 @@ class SharedHistory:
     results: dict[str, Any] = field(default_factory=dict)
     """The outputs of the jobs that have completed, by their ids."""
     webhooks: list[tuple[str, str]] = field(default_factory=list)
-    """The job and the id of each webhook that has arrived. A webhook may come again, under the same id."""
+    """The job and the id of each webhook that has arrived. A webhook may arrive again, under the same id."""
     completed: int = 0
     """How many jobs have completed, as the gateways have counted them."""
 
     def faults(self) -> list[str]:
-        """Return what must not be."""
+        """Return a text for each broken property."""
         return [*self._lost(), *self._twice(), *self._out_of_order()]
 
     def _lost(self) -> Iterable[str]:
@@ -71,7 +71,7 @@ class SharedHistory:
 
 
 def read_runs(path: Path) -> list[Order]:
-    """Return the runs that handlers have written to a file, a line for each."""
+    """Return the runs that handlers have written to a file, one in each line."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [order_of(json.loads(line)) for line in lines]
 

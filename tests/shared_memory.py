@@ -9,9 +9,10 @@ from pilotflame.snapshot.restoring.shared_copies import NAME
 
 
 def copies_kb(pid: int) -> int:
-    """Return the private memory of a process in its copies of weights, which it must have mapped, in kB.
+    """Return how much private memory a process uses in its copies of weights, in kB. The process must have
+    mapped them.
 
-    Pages that a process only reads are not its own.
+    Pages that a process only reads are not private.
     """
     text = Path(f"/proc/{pid}/smaps").read_text()
     entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", text)

@@ -1,7 +1,8 @@
 """A device for tests, whose memory is memory of the host. Its copies end late, and it refuses what CUDA refuses.
 
-It has several streams. Each copy goes to a random stream, and each stream runs its copies in order. So code that works
-with this device does not depend on the order or the speed of copies. These are errors, as with CUDA:
+It has several streams. Each copy goes to a random stream, and each stream runs its copies in order. So code
+that works with this device does not depend on the order or the speed of copies. As with CUDA, these are
+errors:
 
 - an allocation beyond the capacity, which includes the context of the process
 - any use in a process forked after the first use
@@ -106,7 +107,9 @@ class SimulatedMemory:
 
 
 class SimulatedBlock:
-    """Memory from its allocation until it is freed and the recorded streams have passed."""
+    """Memory from its allocation until it is freed and the recorded streams have run what was submitted
+    before.
+    """
 
     def __init__(self, storage: UntypedStorage) -> None:
         self.size_bytes, self.given_back = storage.nbytes(), False
@@ -124,7 +127,7 @@ class SimulatedBlock:
         return poison(self.size_bytes) if found is None else found
 
     def record(self) -> None:
-        """Keep the content for one more stream, until it has `passed`."""
+        """Keep the content for one more stream, until `passed` is called."""
         self._recorded += 1
         self._kept = self._found()
 
@@ -151,7 +154,7 @@ def poison(size_bytes: int) -> UntypedStorage:
 
 
 class SimulatedStream:
-    """Runs one operation after the other. Calls `on_error` with the error of an operation that fails."""
+    """Runs operations one after the other. Calls `on_error` with the error of an operation that fails."""
 
     def __init__(self, name: str, on_error: Callable[[Exception], None]) -> None:
         self._on_error, self._never = on_error, threading.Event()
@@ -227,14 +230,14 @@ class SimulatedDevice:
         self._random, self._delay_s = random.Random(seed), delay_s
         self._pid, self._fault, self._capturing, self._spoilt = os.getpid(), "", False, ""
         self._blocks: list[SimulatedBlock] = []
-        # Held during each operation on memory, so that no memory is given back in the middle of an operation.
+        # Each operation on memory takes this lock, so that no memory is freed in the middle of an operation.
         self._memory = threading.RLock()
         self.streams = [
             SimulatedStream(f"simulated-stream-{number}", lambda error: self.fail(repr(error)))
             for number in range(STREAMS)
         ]
         self.buffers = HostBuffers(self.buffer)
-        # Stands for the time that the context of a real device takes.
+        # Wait for the time that a real device needs to create its context.
         threading.Event().wait(delay_s)
         self.made_s = begun_s, time.monotonic()
 
@@ -329,7 +332,7 @@ class SimulatedDevice:
         self.check()
 
     def release(self) -> None:
-        # The device keeps no freed memory. Only tell other processes how much is free now.
+        # The device keeps no freed memory. Only write the new number of bytes, which other processes read.
         self.check(capturable=False)
         self._counted.hold(self.held_bytes)
 
@@ -346,7 +349,7 @@ class SimulatedDevice:
 
     @property
     def held_bytes(self) -> int:
-        """How many bytes of the device this process holds, including its context."""
+        """Return how many bytes of the device this process uses, including its context."""
         with self._memory:
             self._blocks = [one for one in self._blocks if not one.freed]
             return self.context_bytes + sum(one.size_bytes for one in self._blocks)

@@ -42,9 +42,9 @@ from pilotflame.runtime.node.scaling.rung_figures import HoldingPrices
 from simulated_processes import CallPlan, Nature, SimulatedLauncher, World
 from simulated_time import SimulatedLoop
 
-# A plan that costs this much ends within minutes.
+# The price of memory. At this price, a plan ends within minutes.
 MEMORY_BYTE_S = 3e-13
-# How long calls wait for the place of a retired revision.
+# The time that calls may wait in the queue of a retired revision.
 DRAIN_S = 30.0
 # The longest time of the write between proof and go-live of a deploy, and of work in a thread.
 STORED_S = THREAD_S = 0.05
@@ -52,7 +52,7 @@ KEPT_LINES = 500
 
 
 class NoDriver(GpuDriver):
-    """A driver without measurements, so that the places use the reports of the workers."""
+    """A driver without measurements. The node then relies on the workers' reports of their memory."""
 
     library = package = visible = cdi_kind = "simulated"
 
@@ -102,7 +102,7 @@ class SimulatedFunction:
 
 
 class SimulatedNode:
-    """The functions of a node, and what they share."""
+    """The functions of a node, and the parts that they share."""
 
     def __init__(
         self, rng: random.Random, loop: SimulatedLoop, tasks: asyncio.TaskGroup, gpus: Sequence[Gpu], most: int | None,
@@ -145,7 +145,7 @@ class SimulatedNode:
         self.tell(self.faults[-1])
 
     async def in_thread(self, what: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Take the place of `asyncio.to_thread`."""
+        """Stand in for `asyncio.to_thread`: wait for a random time, then call `what`."""
         await asyncio.sleep(self.world.draw((0.0, THREAD_S)))
         return what(*arguments, **named)
 
@@ -199,7 +199,7 @@ class SimulatedNode:
                 self.tell(f"deploy of {workers.key} fails: {type(error).__name__} {error}")
                 await asyncio.shield(self.tasks.create_task(self._retire(workers, 0.0)))
                 return
-            # As in the registry, a deploy that is cancelled now goes live nevertheless.
+            # As in the registry, the deploy still goes live if it is cancelled from now on.
             await asyncio.shield(self.tasks.create_task(self._go_live(function, workers, record, setup)))
 
     async def _go_live(
@@ -239,7 +239,7 @@ class SimulatedNode:
     # -- calls
 
     def call(self, name: str, plan: CallPlan, *, leaves_s: float = math.inf, job: bool = False) -> None:
-        """Send a call, whose caller leaves after a time."""
+        """Send a call whose caller leaves after `leaves_s`."""
         function = self.function(name)
         if (live := function.live) is None:
             return

@@ -19,7 +19,7 @@ from pilotflame.runtime.calls.link.frames import Frame, FrameKind, Timing
 from pilotflame.runtime.calls.link.worker_spec import WorkerSpec
 from pilotflame.runtime.ground.telemetry.logs import Log
 
-# How long it takes, at most, until the end of a process is known.
+# The longest time between the end of a process and the report of it.
 END_S = 0.05
 
 
@@ -30,13 +30,13 @@ class CallPlan:
     takes_s: float
     fails: bool = False
     kills: bool = False
-    """True if the worker dies of it."""
+    """True if the call kills its worker."""
     heeds: bool = True
     """True if the handler ends at once when it is cancelled."""
     locks: bool = False
-    """True if its worker reads no frames while it runs."""
+    """True if the worker reads no frames while the call runs."""
     starts: int = 0
-    """How often it has started."""
+    """How often the call has started."""
 
 
 @dataclass
@@ -49,21 +49,21 @@ class Nature:
     wake_s: tuple[float, float] = (0.01, 0.3)
     park_s: tuple[float, float] = (0.01, 0.3)
     end_s: tuple[float, float] = (0.0, 0.2)
-    """From the last answer of a worker that drains to its end."""
+    """The time from the last answer of a draining worker to its end."""
     fails: float = 0.0
     """The share of starts that fail with a report. The same share dies without a report."""
     frees: bool = True
-    """True if a worker that parks frees memory."""
+    """True if a worker frees memory when it parks."""
     rehearses: bool = False
     slots: int = 1
     batching: bool = False
     prefetch: int = 0
-    """How many calls more than its slots a worker takes."""
+    """The number of calls that a worker takes beyond its slots."""
 
 
 @dataclass
 class World:
-    """What all simulated processes of a node share."""
+    """The state that all simulated processes of a node share."""
 
     rng: random.Random
     trace: Callable[[str], None]
@@ -166,7 +166,7 @@ class SimulatedProcess(Child):
 
     @property
     def is_parked(self) -> bool:
-        """True if it has given its memory back."""
+        """True if the worker has freed its memory."""
         return self._asleep and not self._parking and self.nature.frees
 
     def _later(self, between: tuple[float, float], what: Callable[..., None], *arguments: object) -> None:
@@ -207,12 +207,12 @@ class SimulatedProcess(Child):
         self.ended()
 
     def on_hangup(self) -> None:
-        """The gateway has closed the link."""
+        """End, because the gateway has closed the link."""
         if not self.dead:
             self._later(self.nature.end_s, self.die, 0)
 
     def on_source_gone(self) -> None:
-        """The zygote has gone: a standby ends, a worker drains."""
+        """React to the end of the zygote: a standby ends, a worker drains."""
         if not self.activated:
             self.on_hangup()
         elif self.ready:
@@ -351,14 +351,14 @@ class SimulatedProcess(Child):
         self._leave()
 
     def _read(self) -> None:
-        """Read the frames that have arrived while a call locked the worker."""
+        """Read the frames that arrived while a call blocked the worker."""
         unread, self._unread = self._unread, []
         for kind, channel, head in unread:
             self.on_frame(kind, channel, head)
 
 
 class SimulatedSource:
-    """A zygote."""
+    """A simulated zygote."""
 
     spawn_reason = ""
 
@@ -397,7 +397,7 @@ class SimulatedSource:
 
 
 class SimulatedLauncher:
-    """Launches the zygotes of a node. `natures` has the behaviour of each revision."""
+    """Launches the zygotes of a node. `natures` has the behaviour of the processes of each revision."""
 
     def __init__(self, world: World) -> None:
         self.natures = dict[str, Nature]()

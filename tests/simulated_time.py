@@ -1,4 +1,4 @@
-"""An event loop in simulated time: it waits for nothing, and its clock advances to the next timer."""
+"""An event loop in simulated time: instead of waiting, it advances its clock to the next timer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 from unittest import mock
 
-# Timers are late by this time, as on a real machine: a wake-up is never before the time that it was set to.
+# Timers fire late by this time, as on a real machine. A timer never fires before its time.
 LATE_S = 1e-6
 # The simulated wall clock is ahead of the simulated monotonic clock by this time: it begins at 22:13:20 UTC.
 EPOCH_S = 1_700_000_000.0
@@ -22,9 +22,11 @@ class SimulatedTime(selectors.DefaultSelector):
         super().__init__()
         self.now_s = 1000.0
         self.runs = 0
-        """How often the loop has run since the clock has advanced."""
+        """How often the loop has run since the last advance of the clock."""
         self.on_quiet: Callable[[], bool] = lambda: False
-        """Called when nothing is left to do at the present time. It returns True if it has called something back."""
+        """Called when nothing is left to do at the present time. It returns True if it has scheduled a
+        callback.
+        """
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self.runs += 1
@@ -51,7 +53,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 def run_simulated(main: Coroutine[Any, Any, T], loop: SimulatedLoop | None = None) -> T:
-    """Run a coroutine in simulated time. `time.monotonic` and `time.time` return that time, too."""
+    """Run a coroutine in simulated time. `time.monotonic` and `time.time` return the simulated time, too."""
     there = loop or SimulatedLoop()
     with (
         asyncio.Runner(loop_factory=lambda: there) as runner,

@@ -1,7 +1,9 @@
-"""Leaves out the slow suites whose paths have not changed since the commit that TESTS_CHANGED_SINCE names, if it is set.
+"""Leaves out the slow suites whose paths have not changed since the commit in TESTS_CHANGED_SINCE, if the
+variable is set.
 
-`.ci/run` sets it to the commit that tests/all_passed.txt names: at that commit, each suite had passed. The suites are in slow_suites.toml. If constraints.txt, or the packages or pytest's settings in pyproject.toml have changed, all
-suites run.
+`.ci/run` sets it to the commit that tests/all_passed.txt names, at which each suite passed. slow_suites.toml
+names the suites. All suites run if constraints.txt has changed, or the packages or pytest's settings in
+pyproject.toml.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ VARIABLE = "TESTS_CHANGED_SINCE"
 def changed_files(since: str) -> list[str]:
     """Return the files that differ from a commit, also those that are not committed.
 
-    pyproject.toml counts only if its `packages` have changed. If the commit is unknown, pyproject.toml alone is returned, so all suites run.
+    pyproject.toml counts only if a part that `packages` returns has changed. If the commit is unknown,
+    pyproject.toml alone is returned, so all suites run.
     """
     try:
         found = _git("diff", "--name-only", "--no-renames", since, "--").splitlines()
@@ -32,7 +35,7 @@ def changed_files(since: str) -> list[str]:
 
 
 def packages(settings: str) -> list[object]:
-    """Return the parts of pyproject.toml that say with what, and how, tests run."""
+    """Return the parts of pyproject.toml that name what the tests run with, and pytest's settings."""
     tables = tomllib.loads(settings)
     project = tables["project"]
     return [

@@ -15,7 +15,7 @@ from pilotflame.snapshot.sources.source import Connection, Listing, Source, Writ
 LARGE = "model.safetensors"
 SMALL = "d/ä b+c%.json"
 OBJECTS = {LARGE: hashlib.shake_256(b"weights").digest(1 << 20), SMALL: b"0123456789", "config.json": b"{}"}
-"""The objects of a source that is tested, by name."""
+"""The objects of the tested source, by name."""
 
 
 @contextmanager
@@ -35,7 +35,9 @@ def read(source: Source, name: str, size: int, begin: int = 0) -> bytes:
 
 
 def read_range(connection: Connection, begin: int, end: int, version: str = "", name: str = LARGE) -> bytes:
-    """Return the bytes [begin, end) of an object. The buffer has room for more, which must not come."""
+    """Return the bytes [begin, end) of an object. The buffer is larger, so that surplus bytes would be
+    noticed.
+    """
     connection.begin(name, begin, end, version)
     buffer = memoryview(bytearray(end - begin + 10))
     done = 0

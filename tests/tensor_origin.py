@@ -20,5 +20,5 @@ class Given:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's elements, one after the other."""
+    """Return the bytes of a tensor's elements, one after the other."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -42,7 +42,7 @@ def handler(event, context):
 
 @pytest.fixture
 def weights(tmp_path):
-    """(folder, the network's answer to an input of ones)"""
+    """Return a folder with weights, and the network's answer to an input of ones."""
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 
@@ -88,7 +88,7 @@ async def test_nothing_of_the_weights_is_held_at_zero(state, weights):
         await gone((await function.answer([1.0] * 64))["pid"])
         await function.settled(ready=0, standby=True)
         for process in psutil.Process().children(recursive=True):
-            # A worker that another test has left may end meanwhile.
+            # A worker of another test may end while its maps are read.
             with contextlib.suppress(psutil.NoSuchProcess):
                 assert not [held.path for held in process.memory_maps() if held.path.startswith(str(folder))]
 

@@ -1,4 +1,4 @@
-"""Plugins: a gateway without plugins, with each plugin alone, and with a plugin of another package."""
+"""The plugins of a gateway: without plugins, with each plugin alone, and with a plugin of another package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLUGINS = (
     "anthropic", "asgi", "aws_lambda", "azure", "cloudevents", "cog", "kserve", "oip", "openai", "replicate", "request_log", "runpod", "sagemaker",
     "tensorflow_serving", "tgi", "torchserve", "vertex",
 )  # fmt: skip
-# A route of each plugin that calls a function by its name, for a function that is not there.
+# A route of each plugin that calls a function by its name. The function does not exist.
 ROUTES = {
     "anthropic": "/anthropic/v1/messages", "azure": "/openai/deployments/gone/completions",
     "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "kserve": "/kserve/v1/models/gone:predict",
@@ -35,7 +35,7 @@ RUNPOD = "import runpod\nrunpod.serverless.start({'handler': lambda job: job['in
 
 
 async def answers(gateway: Gateway) -> dict[str, bool]:
-    """Whether the gateway has the route of each plugin."""
+    """Return whether the gateway has the route of each plugin."""
     found = {name: await gateway.client.post(path, json={}) for name, path in ROUTES.items()}
     return {name: "There is nothing at" not in reply.text for name, reply in found.items()}
 
@@ -107,7 +107,7 @@ async def test_a_function_outlives_the_plugin_of_its_dialect(state: Path) -> Non
 
 @pytest.fixture
 def python(tmp_path: Path) -> str:
-    """A Python with this environment's packages, and the package of docs/plugins.md."""
+    """Return a Python with this environment's packages and the package of docs/plugins.md."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     packages = tmp_path / "env" / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (packages / "ours.pth").write_text(sysconfig.get_path("purelib"))
@@ -128,7 +128,7 @@ async def test_a_plugin_of_another_package(state: Path, python: str) -> None:
         path = f"/instances/{function.name}/predict"
         reply = await gateway.client.post(path, json={"instances": [2, 5]})
         assert (reply.status_code, reply.json()) == (200, {"predictions": [50, 20]})
-        # The function's errors are answered, and the errors of the page's checks.
+        # The dialect answers with the function's errors and with the errors of its own checks.
         assert (
             failure(await gateway.client.post(path, json={"instances": [2, 0]}))["type"] == "handler_failed"
         )
@@ -151,6 +151,6 @@ def test_the_dialect_of_another_package_passes_its_tests(tmp_path: Path) -> None
         return done.stdout.splitlines()[-1] if done.stdout else done.stderr
 
     assert re.match(r"1\d passed in ", run())
-    # One fault, which only the tests of `DialectTests` find.
+    # The package now has a fault that only the tests of `DialectTests` find.
     (tmp_path / "tones.py").write_text(dialect.replace('"tone" in source.arity', "file"))
     assert re.match(r"1 failed, \d+ deselected in ", run("-k", "left_alone"))

@@ -36,7 +36,7 @@ KINDS = [PilotflameError, *below(PilotflameError)]
 
 
 def drawn() -> dict[str, str]:
-    """Each class in the docstring's drawing, with its parent."""
+    """Return each class in the docstring's drawing, with its parent."""
     parents: dict[str, str] = {}
     above: dict[int, str] = {}
     for line in (pilotflame.errors.__doc__ or "").splitlines():
@@ -151,7 +151,7 @@ def test_an_error_may_be_about_something(kind: type[PilotflameError]) -> None:
         {"line": 3},
     )
     assert named.trace == "private"
-    # Once is enough, and nothing needs no word.
+    # A name that the message already has is not added again, and an empty name adds nothing.
     assert named.about("snapshots.style").message == named.message
     assert error.about("") is error
 

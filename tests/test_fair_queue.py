@@ -1,4 +1,4 @@
-"""The fair queue beside a model that looks at every item each time."""
+"""Compares the fair queue with a model that looks at every item each time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Beside(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue: FairQueue[Item] = FairQueue()
-        # In the order of their arrival.
+        # The items in the order of their arrival.
         self.waiting: list[Item] = []
         self.first: set[int] = set()
         self.served: dict[tuple[int, str], float] = {}
@@ -45,7 +45,8 @@ class Beside(RuleBasedStateMachine):
     def add(self, item: Item, first: bool) -> None:
         priority = 0 if first else item.priority
         rivals = self.rivals(priority)
-        # Idleness earns no credit.
+        # A tenant without waiting items starts with the least service of its rivals: idleness earns no
+        # credit.
         if all(rival.tenant != item.tenant for rival in rivals):
             key = (priority, item.tenant)
             least = min((self.served[priority, rival.tenant] for rival in rivals), default=0.0)
@@ -79,7 +80,7 @@ class Beside(RuleBasedStateMachine):
         least = min(self.served[priority, rival.tenant] for rival in rivals)
         assert self.served[priority, item.tenant] == least
         own = [rival for rival in rivals if rival.tenant == item.tenant]
-        # With equal deadlines, the item that was added first.
+        # `min` returns the first of several items with equal deadlines, which was added first.
         assert item is min(own, key=lambda rival: rival.deadline_s)
         self.served[priority, item.tenant] += cost
         self.waiting.remove(item)
@@ -183,7 +184,7 @@ def test_of_a_rival_with_more_items_as_many_are_ahead_as_will_be_served_first() 
         queue.add(Item("rival", 3, 1.0))
     for _ in range(3):
         queue.add(Item("own", 3, 1.0))
-    # Three of its own, and the rival's first four: they were there before, and the tenants alternate.
+    # Three items of its own, and the rival's first four: the rival was first, and the tenants alternate.
     assert queue.ahead("own", 3) == 3 + 4
     assert queue.ahead("another", 3) == 1 + 1
     assert queue.ahead("own", 2) == 0

@@ -61,7 +61,7 @@ def test_large_texts_and_usual_arrays_are_allowed(name: str) -> None:
 
 
 def test_the_limit_is_reached_exactly() -> None:
-    # The list counts 2.
+    # The list alone counts as 2 marks.
     fits = repeated(b"1", MAX_MARKS - 1)
     assert excess(fits) == ""
     assert excess(b"[" + fits)
@@ -76,7 +76,7 @@ VALUES = st.recursive(
 
 
 def typed(value: Any) -> str:
-    """Return a text that tells 1 from 1.0, and 0.0 from -0.0."""
+    """Return a text that differs for 1 and 1.0, and for 0.0 and -0.0."""
     return repr(value)
 
 
@@ -144,7 +144,7 @@ def test_it_accepts_what_the_adapter_accepts(adapter: TypeAdapter[Any], value: A
 
 
 def _outcome(validate: Callable[[Any], Any], value: Any) -> Any:
-    """The valid value, or the place of the first error."""
+    """Return the valid value, or the place of the first error."""
     try:
         return validate(value)
     except ValidationError as error:

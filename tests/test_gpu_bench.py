@@ -17,7 +17,7 @@ sys.path.append(str(ROOT / "infra" / "bench"))
 
 import gpu  # noqa: E402
 
-# Every part, with few rounds: the figures of a simulated device mean nothing.
+# Runs every part of the benchmark with few rounds, because the figures of a simulated device mean nothing.
 SHORT = f"""
 import sys
 sys.path.append({str(ROOT / "infra" / "bench")!r})
@@ -37,7 +37,7 @@ def test_memory_is_given_back_only_after_the_copy_has_released_its_own(
         end(upload)
 
     def release(_: SimulatedDevice) -> None:
-        # Parking releases too, in another thread.
+        # Check only the copy's thread: parking calls `release` too, in another thread.
         if (slab := getattr(ending, "slab", None)) is not None:
             never.wait(0.2)
             sizes.append(slab.untyped_storage().nbytes())

@@ -5,7 +5,7 @@ from example_count import examples
 from histories import run_history
 
 HISTORIES, PARTS = examples(80), 4
-# Histories in which a property did not hold at an earlier commit.
+# Seeds of histories in which a property did not hold at an earlier commit.
 FOUND = (3847, 3966, 9906, 100378, 100782, 102293, 202563, 202651, 600024)
 
 

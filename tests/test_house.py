@@ -21,7 +21,7 @@ from pilotflame.handlers.stand_in import CHILDREN
 ROOT = Path(__file__).parents[1]
 HOUSE = ("handlers", "runtime", "snapshot")
 PACKAGES = (*HOUSE, "templates")
-# The tests of a dialect are a part of the package, for plugins.
+# The package contains the tests of a dialect, because other packages with plugins run them.
 TESTING = "runtime.testing"
 # Modules that write to the terminal.
 SPEAKING = {
@@ -51,7 +51,7 @@ MOST_LINES = 2660
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of the package except the face."""
+    """Return every module of the package except the face."""
     loose = {path.stem: path for path in ROOT.glob("*.py") if path.stem != "__init__"}
     return loose | house.House(ROOT).paths | {"templates": ROOT / "templates" / "__init__.py"}
 
@@ -68,13 +68,17 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def nodes(path: Path) -> list[ast.AST]:
-    """All nodes of a file, for tests that look at every file: one test each, since 730 cases take longer than what they check."""
+    """Return all nodes of a file. A test looks at every file in one case, since 730 cases take longer than
+    their checks.
+    """
     return list(ast.walk(tree(path)))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _trees_given_back() -> Iterator[None]:
-    """Later tests of the process count objects, and the garbage collector visits all."""
+    """Drop the trees: later tests of the process count objects, and the garbage collector would visit all of
+    them.
+    """
     yield
     tree.cache_clear()
     nodes.cache_clear()
@@ -94,7 +98,7 @@ def test_the_figures_are_within_their_limits() -> None:
         "the name of a class or an alias occurs once in the tree"
     )
     small = f"put a small module into the module that imports it: {found.small_modules}"
-    # vLLM loads one of them, `cpu_worker`, by its name.
+    # vLLM loads one of the small modules, `cpu_worker`, by its name.
     assert len(found.small_modules) <= 14, small
     assert found.function_lines_median <= 7
     assert found.function_lines_p90 <= 20
@@ -131,7 +135,7 @@ def test_every_package_says_what_it_is_and_holds_no_code() -> None:
             assert ast.get_docstring(tree(path)), name
 
 
-# Child processes import the files of these folders as packages of their own.
+# Leave out the modules in these folders: child processes import them as packages of their own.
 INNER = sorted(name for name in modules() if CHILDREN not in name.split("."))
 
 
@@ -198,7 +202,7 @@ def test_importing_the_face_loads_nothing_heavy() -> None:
 
 
 def test_every_file_can_be_imported_first() -> None:
-    """Every file can be imported, and no import needs that another file was loaded before."""
+    """No import relies on a file that was loaded before."""
     loaded = python(f"""
         import importlib, json
         names = {sorted(f"pilotflame.{name}" for name in modules())!r}
@@ -253,7 +257,7 @@ def test_the_private_names_of_libraries_are_listed() -> None:
                 found |= set(re.findall(r"(?<!self)\.(_[a-z]\w*)", line))
             elif re.match(r" *(from|import) [a-z]", line):
                 found |= set(re.findall(r"\.(_[a-z]\w*)", line))
-    # An object of a class reads what another object of this class keeps.
+    # These are reads of an attribute of another object of the same class.
     assert found - {"_found", "_snapshots"} == PRIVATE_NAMES.keys()
 
 
@@ -321,7 +325,7 @@ def test_the_version_is_in_one_place() -> None:
 SOURCES = sorted([*modules().items(), ("__init__", ROOT / "__init__.py")])
 # Functions that catch BaseException without raising it: (file, function).
 SWALLOWED = {
-    # The caller gets the error, and the thread goes on.
+    # The caller gets the error, and the thread continues.
     ("runtime.calls.worker.thread_runner", "_execute"),
     ("runtime.calls.worker.thread_runner", "_execute_batch"),
     ("handlers.language_model.pass_slices", "_work"),
@@ -391,7 +395,7 @@ TIMERS = {
     "runtime/node/reconciling/reconciler.py": 1,
     # Writes what was learned to the disk.
     "runtime/node/reconciling/function_histories.py": 1,
-    # Measures memory, and listens to the kernel's pressure again.
+    # Measures memory, and listens to the kernel's memory pressure again.
     "runtime/node/measuring/node_memory.py": 1,
     "runtime/node/measuring/memory_pressure.py": 1,
     "runtime/node/measuring/idle_memory_limit.py": 2,
@@ -404,7 +408,7 @@ TIMERS = {
 }
 
 
-# What these validate is the gateway's own, a deployer's, or short.
+# The input that these modules validate is the gateway's own, a deployer's, or short.
 OWN_INPUT = {
     "foreign_json", "handlers.language_model.declared_prefixes", "handlers.language_model.prefix_builder",
     "runtime.ground.storing.private_files", "runtime.command.commands.snapshot_prefixes",
@@ -418,22 +422,23 @@ def test_no_caller_makes_the_gateway_describe_every_error() -> None:
     assert found == OWN_INPUT
 
 
-# What these parse is the gateway's own, short, counted (`foreign_json`), or in the process of the function.
+# The JSON that these modules parse is the gateway's own, short, counted (`foreign_json`), or in the process
+# of the function.
 PARSED = {
     # Bodies and outputs, which are counted.
     "handlers.codec", "handlers.tensors", "runtime.front.http.requests", "runtime.jobs.events.consumer",
     "runtime.front.generation.token_counts", "runtime.plugins.runpod.openai_jobs", "runtime.plugins.torchserve.handler",
     "runtime.plugins.aws_lambda.handler", "runtime.calls.link.frames", "runtime.node.packaging.reuse",
-    # A text in quotation marks.
+    # JSON strings only: a text in quotation marks.
     "runtime.plugins.amazon.event_stream", "runtime.plugins.replicate.stream",
     # A header, and a text of at most 64 KiB.
     "runtime.plugins.aws_lambda.routes", "runtime.plugins.oip.repository",
-    # What the request log keeps of a call, in a thread.
+    # The entries that the request log keeps of a call, parsed in a thread.
     "runtime.plugins.request_log.records",
     # Outputs of a handler, in its own process.
     "handlers.dialect_calls", "handlers.language_model.answer_form", "handlers.language_model.answer_parts", "runtime.plugins.cog.handler", "runtime.plugins.cog.metrics",
     "runtime.plugins.runpod.handler", "runtime.plugins.runpod.validator", "runtime.plugins.torchserve.sdk",
-    # What a worker tells a process of its own.
+    # Messages of a worker to its engine process.
     "handlers.vllm_engine.engine_process",
     # Files and answers of the gateway, and files of a deploy with a limit of size.
     "handlers.language_model.adapters", "handlers.language_model.declared_prefixes", "handlers.sampling.generation_defaults",
@@ -441,7 +446,7 @@ PARSED = {
     "runtime.plugins.predictions.predictor_schema", "runtime.plugins.predictions.requests", "runtime.plugins.replicate.file_store",
     "runtime.calls.serving.latency_curve_store", "runtime.node.packaging.snapshots", "runtime.plugins.replicate.problem",
     "runtime.plugins.replicate.shared_files", "runtime.plugins.sagemaker.pending_answers", "runtime.plugins.torchserve.dialect",
-    # What servers of snapshots send, counted (`foreign_json`, `bulk_fault`) or at most 64 KiB.
+    # Responses of servers of snapshots, counted (`foreign_json`, `bulk_fault`) or at most 64 KiB.
     "snapshot.sources.http", "snapshot.registries.artifact", "snapshot.registries.mlflow", "snapshot.format.header",
     "snapshot.format.layout", "snapshot.format.manifest", "snapshot.format.signature",
     # Files and processes of the gateway's user, and other gateways.
@@ -464,11 +469,12 @@ def test_no_request_is_parsed_before_its_values_are_counted() -> None:
     assert {name for name, text in texts.items() if parses.search(text.replace("orjson", "json"))} == PARSED
 
 
-# What these validate is the gateway's own, a deployer's or a caller's, counted and with a limit, or in the process of the function.
+# The values that these modules validate are the gateway's own, a deployer's or a caller's, counted and with a
+# limit, or in the process of the function.
 VALIDATED = {
     # `validate` for callers' input, and `validate_output` for outputs of functions.
     "runtime.front.http.requests",
-    # Files of the gateway, its settings, and what a deploy holds.
+    # Files of the gateway, its settings, and the files of a deploy.
     "runtime.node.packaging.reuse", "runtime.node.reconciling.function_histories", "runtime.ground.storing.private_files",
     "runtime.ground.settings.validation", "runtime.calls.serving.latency_curve_store", "runtime.plugins.sagemaker.pending_answers",
     "runtime.plugins.replicate.file_store", "runtime.plugins.replicate.shared_files", "runtime.plugins.cog.cog_yaml",
@@ -505,7 +511,7 @@ def test_errors_of_invocations_are_raised_as_copies() -> None:
 
 
 def test_one_file_writes_to_the_terminal() -> None:
-    """It escapes control characters in what functions print and callers send."""
+    """`display` escapes control characters in the output of functions and in callers' texts."""
     writes = re.compile(r"click\.(echo|secho|style)\b")
     found = {name for name, path in modules().items() if writes.search(path.read_text(encoding="utf-8"))}
     assert found == {"runtime.command.client.display"}
@@ -531,7 +537,7 @@ def test_one_timer_decides_about_workers() -> None:
     assert {name: count for name, count in found.items() if count} == TIMERS
 
 
-# By part of a revision, what starts and ends its processes, and what brings and drops its weights.
+# By part of a revision, the methods that start and end its processes, and that bring and drop its weights.
 VERBS = {
     "pool": {"start", "wake", "park", "stop", "close"},
     "zygote": {"open", "launch", "warm", "rest", "fork", "close", "wait_closed"},
@@ -583,7 +589,8 @@ def test_no_process_is_started_by_a_fork_of_the_gateway() -> None:
 def test_weights_are_never_unpickled_anywhere() -> None:
     folders = ("handlers", "runtime", "snapshot", "templates", "infra", "tests")
     for path in [path for folder in folders for path in (ROOT / folder).rglob("*.py")]:
-        # What an unparsed call is named is in the text too; to unparse all calls takes seconds.
+        # The name of a call is in the text of its file, so the text is searched first. To unparse all calls
+        # takes seconds.
         for node in ast.walk(tree(path)) if re.search(r"\b(torch|pickle)\b", path.read_text()) else ():
             if called(node) in ("torch.load", "pickle.load", "pickle.loads"):
                 assert isinstance(node, ast.Call)
@@ -591,7 +598,8 @@ def test_weights_are_never_unpickled_anywhere() -> None:
                 assert safe == ["True"], f"{path}, line {node.lineno}"
 
 
-# What these patterns over bytes read has a bound. A pattern over a body of a caller would hold the interpreter: `find` and `count` do not.
+# The text that each of these patterns over bytes reads has a bound. A pattern over a body of a caller would
+# block the interpreter, unlike `find` and `count`.
 BYTE_PATTERNS = {
     "runtime/front/generation/token_counts.py": "512 KiB of both ends",
     "runtime/front/http/transport.py": "the head of a request",
@@ -609,15 +617,16 @@ def test_patterns_over_bytes_read_a_bounded_part() -> None:
     assert found == BYTE_PATTERNS.keys()
 
 
-# The calls of each module that write JSON or base64. The event loop writes values with a limit only.
+# The number of calls that write JSON or base64, by module. On the event loop, they may write only values with
+# a limit.
 WRITES = {
-    # In a thread if it is large: `made`, `dumped`, `outputs_response`, `parsed`, `in_turn`.
+    # Large values are written in a thread: `made`, `dumped`, `outputs_response`, `parsed`, `in_turn`.
     "front.api.job_events": 3, "front.generation.answering": 1, "front.generation.deltas": 1,
     "front.http.requests": 1, "front.http.responses": 4, "plugins.anthropic.answers": 1, "plugins.cloudevents.parsing": 1,
     "plugins.cloudevents.reply": 3, "plugins.completions.answers": 1, "plugins.completions.requests": 1, "plugins.oip.grpc_requests": 1,
     "plugins.oip.infer_request": 2, "plugins.openai.encodings": 1, "plugins.openai.response_answers": 1, "plugins.predictions.prediction": 2,
     "plugins.replicate.stream": 1, "plugins.runpod.openai_jobs": 3, "plugins.tgi.answers": 1,
-    # In the threads of the store, of queues and of files.
+    # Written in the threads of the store, of queues and of files.
     "jobs.events.consumer": 1, "jobs.postgres.group_rows": 1, "jobs.sql.outbox": 1, "jobs.sql.rows": 3,
     "plugins.replicate.shared_files": 1, "plugins.sagemaker.pending_answers": 2,
     "jobs.stored.alert": 1, "jobs.stored.job": 1, "jobs.stored.webhook_body": 1, "plugins.kafka.deliveries": 1, "plugins.replicate.upload": 1,
@@ -636,7 +645,7 @@ WRITES = {
     "plugins.replicate.files": 5, "plugins.replicate.models": 6, "plugins.replicate.routes": 1, "plugins.runpod.routes": 6,
     "plugins.sagemaker.routes": 2, "plugins.tensorflow_serving.kserve": 3, "plugins.tensorflow_serving.routes": 2, "plugins.tgi.routes": 1,
     "plugins.torchserve.management": 4, "plugins.torchserve.routes": 1,
-    # In the process of the function, or of a command.
+    # Written in the process of the function, or of a command.
     "jobs.moving.state_move": 1, "plugins.asgi.event_call": 2, "plugins.aws_lambda.handler": 4, "plugins.bulk.journal": 1, "plugins.bulk.submitter": 2,
     "plugins.chat.command": 1, "plugins.cog.metrics": 2, "plugins.images.build_context": 1, "plugins.images.recipe": 1,
     "plugins.runpod.handler": 2, "plugins.torchserve.handler": 1,
@@ -665,7 +674,9 @@ def test_every_file_says_what_it_is() -> None:
 
 
 def test_tests_change_constants_through_monkeypatch() -> None:
-    """Otherwise the change also holds for later tests of the process, as the engine of the tests of vLLM did."""
+    """Otherwise the change would also affect later tests of the process, as a change by vLLM's tests once
+    did.
+    """
     for path in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(tree(path)):
             for target in node.targets if isinstance(node, ast.Assign) else ():
@@ -681,7 +692,7 @@ def test_tests_mirror_the_sources() -> None:
             assert ".".join((*folders, about)) in modules() or about in TOGETHER, f"{path} tests no file"
 
 
-# Tests of several files at once, by what they show.
+# Names of tests that are about several files at once.
 TOGETHER = {
     "any_gateway",
     "real_vllm",
@@ -750,7 +761,7 @@ def test_the_files_that_documents_name_exist() -> None:
 
 
 def test_the_measures_notice_a_bad_tree(tmp_path: Path) -> None:
-    """A check that cannot fail holds nothing: each figure sees a tree that breaks its limit."""
+    """Show that the measures can fail: each figure notices a tree that breaks its limit."""
     files = {
         "runtime/one.py": "from .a.x import f\n",
         "runtime/a/__init__.py": "",

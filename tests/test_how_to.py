@@ -22,7 +22,7 @@ from moto_server import moto_server
 PAGES = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 MOTO = "http://127.0.0.1:5000"
 REGION = "us-east-1"
-# A page after which callers need a key.
+# These pages have their own gateway, because callers need a key after them.
 ALONE = ("keys",)
 
 
@@ -46,7 +46,8 @@ def serving(aws: str) -> Iterator[Terminal]:
         python = folder / "bin" / "python3"
         python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
         python.chmod(0o755)
-        # `keys` uses the state folder of this machine's gateway, unless an address is given.
+        # `keys` is to use the state folder of this machine's gateway, which it does only if no address is
+        # given.
         wrapper = folder / "bin" / "pilotflame"
         wrapper.write_text(
             wrapper.read_text().replace("exec", "[ $1 != keys ] || unset PILOTFLAME_URL\nexec")
@@ -61,7 +62,7 @@ def serving(aws: str) -> Iterator[Terminal]:
 
 @pytest.fixture(scope="module")
 def shared(aws: str) -> Iterator[Terminal]:
-    """A gateway for all pages that change nothing of the gateway itself."""
+    """Run a gateway for all pages that change nothing of the gateway itself."""
     with serving(aws) as terminal:
         yield terminal
 

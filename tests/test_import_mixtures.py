@@ -1,4 +1,6 @@
-"""What imports leave in a zygote, through real zygotes and workers: no worker gets bytes, numbers or files of another."""
+"""What imports leave in a zygote, with real zygotes and workers: no worker gets bytes, numbers or files of
+another.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from leaving_handlers import APART, FILES, INGREDIENTS, ask, at_home, check, ech
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TWO_WORKERS = {"scale.min": 2, "scale.max": 2}
-# Importing torch takes seconds.
+# Without torch, whose import takes seconds.
 QUICK = [name for name in INGREDIENTS if "torch" not in name and name != "global"]
 FORKED = [name for name in QUICK if INGREDIENTS[name].forks]
 

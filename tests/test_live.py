@@ -1,4 +1,6 @@
-"""What `live` promises to tests: their memory is given back, and that of other processes is left alone."""
+"""What `live` promises to tests: the memory of their caches is freed, and the caches of other processes
+stay.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 from live import give_memory_back, short_folder
 from pilotflame.snapshot.caching.node import node_cache, node_tiers
 
-# A pytest plugin: while the tests run, a gateway elsewhere starts. Its cache is in the given folder.
+# A pytest plugin that makes the cache of another gateway in the given folder while the tests run.
 ELSEWHERE = """
 import os
 from pathlib import Path
@@ -33,7 +35,7 @@ def test_a_test_process_leaves_the_cache_of_another_process_in_memory(tmp_path: 
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
     cache = tmp_path / "cache"
     variables = os.environ | {"PYTHONPATH": str(tmp_path), "ELSEWHERE": str(cache)}
-    # The new process shares its tests with no other, whatever this process does.
+    # The new process must run its tests without workers of xdist, even if this process is one.
     variables.pop("PYTEST_XDIST_WORKER", None)
     tests = Path(__file__).with_name("test_addresses.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "elsewhere", tests]

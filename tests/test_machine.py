@@ -34,12 +34,12 @@ def made(root: Path, own: str, **limits: object) -> tuple[Path, Path]:
             {"a.slice__b__memory_dot_max": LIMIT, "a.slice__memory_dot_max": 2 * LIMIT},
             LIMIT,
         ),
-        # A container in a namespace of cgroups of its own, and one without: it sees the host's path.
+        # A container with its own cgroup namespace, and one without, which sees the host's path.
         ("0::/\n", {"memory_dot_max": LIMIT}, LIMIT),
         ("0::/../outside\n", {"memory_dot_max": LIMIT}, LIMIT),
         ("4:memory:/docker/1f\n0::/\n", {"memory__memory_dot_limit_in_bytes": LIMIT}, LIMIT),
         ("4:cpu,memory:/a\n", {"memory__a__memory_dot_limit_in_bytes": LIMIT}, LIMIT),
-        # Without a limit, version 1 says a number near 2**63.
+        # Without a limit, version 1 reports a number near 2**63.
         ("4:memory:/\n", {"memory__memory_dot_limit_in_bytes": 9223372036854771712}, TOTAL),
         ("", {}, TOTAL),
     ],
@@ -88,7 +88,7 @@ def test_without_cgroups_it_is_the_memory_of_the_machine(tmp_path: Path) -> None
             200,
         ),
         ("0::/\n", {"memory.max": 1000, "memory.current": 50}, 900),
-        # A limit that was lowered below the present use.
+        # The limit was lowered below the present use.
         ("0::/\n", {"memory.max": 100, "memory.current": 300}, 0),
         (
             "4:memory:/a\n",

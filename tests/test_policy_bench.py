@@ -1,4 +1,6 @@
-"""infra/bench/policy_*.py: many replays at once equal the simulator's replays, and no plan beats hindsight."""
+"""infra/bench/policy_*.py: replays that run together equal those of the simulator, and no plan beats
+hindsight.
+"""
 
 import math
 import sys
@@ -73,7 +75,7 @@ def test_the_offline_optimum_is_the_best_of_all_choices(gaps: list[float]) -> No
 @given(arrivals)
 def test_no_plan_beats_hindsight(at_s: list[float]) -> None:
     never, climbing = optimum(at_s, LADDER, [LADDER.wait_per_s])[:, 0]
-    # A learned plan may step up before an arrival. The others only step down.
+    # A learned plan may step up before an arrival. The other plans only step down.
     learned, *others = (
         run(Replay(at_s, SERVICE_S, LADDER, policy)).bill(LADDER.wait_per_s)
         for policy in (

@@ -31,11 +31,11 @@ def test_the_readmes_blocks_run(terminal: Terminal) -> None:
         terminal.block(block)
 
 
-# What replaces the commands that install: the test's own environment has pilotflame.
+# INSTALLERS: these commands are replaced by `true`, since the test's own environment has pilotflame.
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "templates").rglob("*.md"))]
 INSTALLERS = ("git", "pip", "pip3", "pipx", "python3", "uv", "virtualenv")
 PASTED = ("Install", "Quick start")
-# Appended to the pasted text. `$!` is `serve &`, the only job of this bash.
+# Appended to the pasted text. `$!` is the process of `serve &`, the only job of this bash.
 ENDING = "\nkill $! && wait $!; echo gateway ended with $?\n"
 
 

@@ -66,7 +66,7 @@ def test_what_may_not_be_read_or_written_is_removed(shared_memory: Path) -> None
         (shared_memory / folder).chmod(0o777)
     if (pid := os.fork()) == 0:
         try:
-            # Root may read and write every folder.
+            # Drop root's rights, because root may read and write every folder.
             if os.getuid() == 0:
                 os.setuid(65534)
             for mode in (0, 0o100, 0o400, 0o500):
@@ -88,7 +88,7 @@ def test_the_work_is_limited(tmp_path: Path) -> None:
             (inner / str(file)).touch()
     assert not remove_tree(tmp_path / "top", 30)
     left = sum(len(files) for _, _, files in os.walk(tmp_path / "top"))
-    # The ten folders and twenty files.
+    # Ten folders and twenty files have reached the limit.
     assert left == 80
     assert remove_tree(tmp_path / "top", 200)
 

@@ -12,7 +12,7 @@ import slow_suites
 
 ROOT = Path(__file__).parents[1]
 SUITES = ("runpod/test_routes.py", "replicate/test_pypi_client.py", "openai/test_routes.py")
-"""The others run by hand: PILOTFLAME_TEST_GATEWAYS=3 pytest tests/runtime/plugins/SUITE."""
+"""Run the other suites by hand: PILOTFLAME_TEST_GATEWAYS=3 pytest tests/runtime/plugins/SUITE."""
 
 
 @pytest.mark.timeout(600)

@@ -68,7 +68,7 @@ def test_processes_share_the_capacity_until_they_end(tmp_path: Path, monkeypatch
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        # Two contexts of 1 MiB.
+        # Each of the two processes has a context of 1 MiB.
         device = SimulatedDevice(capacity_bytes=6 * MIB, folder=folder)
         with pytest.raises(SnapshotError, match=f"which has {2 * MIB} of {6 * MIB} free"):
             device.empty(3 * MIB)
@@ -90,7 +90,7 @@ def device() -> SimulatedDevice:
 
 @pytest.fixture
 def resume(device: SimulatedDevice) -> Iterator[Callable[[], None]]:
-    """Hold the stream of `device` until this is called."""
+    """Block the stream of `device` until the test calls the yielded function."""
     held = threading.Event()
     device.streams[0].put(lambda: held.wait(WAIT_S))
     yield held.set
@@ -104,7 +104,7 @@ def test_a_copy_to_memory_that_was_given_back_is_a_fault_after_which_every_call_
     target = device.empty(1000)
     event = device.copy(torch.ones(1000, dtype=torch.uint8), target)
     device.resize(target.untyped_storage(), 0, copied_to=True)
-    # Memory that is allocated again is other memory.
+    # The new memory of the tensor does not help: the copy still writes to the freed memory.
     device.resize(target.untyped_storage(), size_bytes, copied_to=True)
     resume()
     for call in (event.wait, event.done, device.finish, device.release, lambda: device.empty(1)):

@@ -42,10 +42,10 @@ def targets_of(module: PreTrainedModel) -> list[str]:
     }
     left_out = {"lm_head", "embed_out"}
     if any("expert" in name for name, _ in module.named_modules()):
-        # Experts share a tensor.
+        # The layers of all experts share a tensor, so leave them out.
         left_out |= {"gate", "router", "gate_proj", "up_proj", "down_proj"}
     if module.config.model_type == "opt":
-        # It joins the rows before these layers, and peft needs the rows.
+        # OPT joins the rows before these layers, and peft needs separate rows.
         left_out |= {"fc1", "fc2"}
     return sorted({*layers.values()} - left_out)
 

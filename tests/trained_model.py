@@ -1,6 +1,7 @@
 """Deploys a function of the template `text-generation`, whose tiny model is trained once for all tests that need the same one.
 
-With ENGINE=vllm, the function is of the template `vllm`, with the same model, in a gateway in the environment of the real vLLM.
+With PILOTFLAME_TEST_ENGINE=vllm, the function is of the template `vllm`, with the same model, and its gateway
+runs in the environment of the real vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from round_robin import SeveralGateways
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 TEMPLATE = TEMPLATES / "text-generation"
 ENGINE = os.environ.get("PILOTFLAME_TEST_ENGINE", "own")
-# vLLM's kernels for processors have no heads of 16.
+# A text in make_weights.py and its replacement: vLLM's kernels for processors do not support heads of size
+# 16.
 HEADS = (
     "num_attention_heads=4,\n            num_key_value_heads=2",
     "num_attention_heads=1, num_key_value_heads=1",
@@ -40,7 +42,9 @@ LIBRARIES = ("torch", "transformers", "tokenizers")
 
 
 def train(folder: Path, arguments: list[str]) -> None:
-    """Write weights/ into a copy of the template, as Python with these arguments does. An equal training is not repeated."""
+    """Run Python with these arguments, which writes weights/ into a copy of the template. An equal training
+    is not repeated.
+    """
     said = [(folder / "make_weights.py").read_text(), *arguments, sys.version, *map(version, LIBRARIES)]
     kept = TRAINED / hashlib.sha256(repr(said).encode()).hexdigest()
     TRAINED.mkdir(parents=True, exist_ok=True)
@@ -56,7 +60,7 @@ def train(folder: Path, arguments: list[str]) -> None:
 
 
 async def deploy(gateway: Gateway, folder: Path, name: str, arguments: list[str]) -> None:
-    """Train the template's model, as Python with these arguments does, and deploy it."""
+    """Train the template's model by Python with these arguments, and deploy it."""
     shutil.copytree(TEMPLATE, folder / name)
     overrides: dict[str, Any] = {"name": name}
     if ENGINE == "vllm":
@@ -75,7 +79,7 @@ async def deploy(gateway: Gateway, folder: Path, name: str, arguments: list[str]
     await asyncio.to_thread(train, folder / name, arguments)
     how: dict[str, Any] = {"json": {"path": str(folder / name), "overrides": overrides}}
     if isinstance(gateway, SeveralGateways):
-        # Weights at a path would be on this machine only.
+        # Send the files of the folder. Weights at a path would be on this machine only.
         content = await asyncio.to_thread(pack, folder / name)
         how = {
             "content": content,
@@ -88,7 +92,7 @@ async def deploy(gateway: Gateway, folder: Path, name: str, arguments: list[str]
 
 @asynccontextmanager
 async def gateway_of_engine(state: Path, **settings: Any) -> AsyncIterator[Gateway]:
-    """A gateway for the functions of `deploy`."""
+    """Run a gateway for the functions of `deploy`."""
     if ENGINE == "vllm":
         python = str(vllm_environment.python_of_cache())
         async with gateway_process(state, python=python, **settings) as gateway:

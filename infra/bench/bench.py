@@ -56,7 +56,7 @@ def cold_start(report: Report, rounds: int) -> None:
 
 @contextmanager
 def deployed(**overrides: object) -> Iterator[Control]:
-    """A gateway with the text-embedding template on the real model, at zero workers."""
+    """Run a gateway with the text-embedding template on the real model, at zero workers."""
     os.environ.update(minilm.OFFLINE)
     settings = {
         "snapshot": str(minilm.model_folder()),
@@ -87,7 +87,7 @@ def fresh_process_ms(expected: list[float]) -> float:
 
 
 def fourth_worker(report: Report) -> None:
-    """Enter fourth_worker_uss_mb: the memory of its own that the last of four workers holds, after all have served."""
+    """Enter fourth_worker_uss_mb: the private memory of the last of four workers, after all have served."""
     with deployed(**{"scale.idle_timeout_s": 30.0, "scale.max": WORKERS}) as control:
         control.request("POST", f"/v2/{NAME}/warmup?workers={WORKERS}")
         control.wait_for(NAME, workers=WORKERS)

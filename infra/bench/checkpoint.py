@@ -39,7 +39,7 @@ class Shape:
     layers: int
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes in the order in which a forward pass touches them."""
+        """Yield names and shapes in the order in which a forward pass touches them."""
         wide, narrow = self.hidden, self.hidden // KV_SHARE
         yield "model.embed_tokens.weight", (VOCABULARY, wide)
         for layer in range(self.layers):

@@ -36,7 +36,7 @@ class Client:
 
 
 class HttpClient(Client):
-    """http.client of the standard library, `readinto`."""
+    """http.client of the standard library, which reads with `readinto`."""
 
     def run(self) -> None:
         view, context, job = self.memory.view(), self.job.tls(), self.job
@@ -68,7 +68,7 @@ class Obstore(Client):
         from obstore.store import HTTPStore  # noqa: PLC0415
 
         self._obstore = obstore
-        # It trusts the authorities in the file that SSL_CERT_FILE names.
+        # obstore trusts the authorities in the file that SSL_CERT_FILE names.
         options: Any = {"allow_http": not self.job.authority, "timeout": f"{_TIMEOUT_S}s"}
         self._store = HTTPStore.from_url(self.job.url, client_options=options)
         self._got: dict[int, Any] = {}

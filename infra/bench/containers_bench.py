@@ -50,7 +50,8 @@ def build(context):
 def handler(event, context):
     return float(context.state(torch.ones(4096)).sum())
 """
-# It forks up to the limit of processes, then fills the disk, and with `eat` finally exceeds the limit of memory.
+# This handler forks up to the limit of processes, then fills the disk, and with `eat` finally exceeds the
+# limit of memory.
 GREEDY = """
 import os, time
 
@@ -80,7 +81,7 @@ LIMITS = {"resources.memory_mb": 160, "resources.tmp_mb": 16, "resources.cpus": 
 
 
 def from_zygote(at: ContainerGateway, report: Report, rounds: int, _weights_mb: int) -> None:
-    """Enter the cold start from a zygote in a running container beyond that in processes."""
+    """Enter how much longer a cold start from a zygote takes in a running container than in processes."""
     settings = {"scale.idle_timeout_s": 0, "scale.rest": "zygote"}
     names = ["boxed", "bare"]
     at.control.deploy_code("boxed", PLAIN, **settings, **{"image.name": made_image()})
@@ -101,7 +102,9 @@ def from_zygote(at: ContainerGateway, report: Report, rounds: int, _weights_mb: 
 
 
 def from_nothing(at: ContainerGateway, report: Report, rounds: int, _weights_mb: int) -> None:
-    """Enter the cold start without a container beyond what the engine needs for an empty one."""
+    """Enter how much longer a cold start without a container takes than the start of an empty container by
+    the engine.
+    """
     settings = {"scale.idle_timeout_s": 0, "scale.rest": "local", "image.name": made_image()}
     name = "away"
     at.control.deploy_code(name, PLAIN, **settings)
@@ -137,7 +140,7 @@ def empty_ms(at: ContainerGateway) -> float:
         if not select.select([reader], [], [], 60)[0]:
             raise RuntimeError("the empty container wrote nothing")
         ms = (time.perf_counter() - begun_s) * 1e3
-        # It ends by itself. An engine may fail to kill a container that is ending.
+        # Wait until the container ends by itself. An engine may fail to kill a container that is ending.
         at.ask("POST", f"/containers/{made['Id']}/wait", missing=True)
         at.ask("DELETE", f"/containers/{made['Id']}?force=1", missing=True)
         return ms
@@ -146,7 +149,9 @@ def empty_ms(at: ContainerGateway) -> float:
 
 
 def memory(at: ContainerGateway, report: Report, _rounds: int, weights_mb: int) -> None:
-    """Enter the memory of four workers in one container, and of four containers, relative to weights that are held once."""
+    """Enter the memory of four workers in one container, and of four containers, relative to one copy of the
+    weights.
+    """
     handler = HEAVY.replace("{rows}", str(weights_mb * MIB // (4 * 4096)))
     settings = {
         "image.name": made_image(torch=True), "snapshot": str(_weights(at, weights_mb)), "scale.max": WORKERS,
@@ -211,7 +216,7 @@ def _warm(at: ContainerGateway, name: str, workers: int) -> None:
 
 
 def neighbour(at: ContainerGateway, report: Report, _rounds: int, _weights_mb: int) -> None:
-    """Enter the p99 of a function beside one that is at its limits, relative to its p99 alone."""
+    """Enter the p99 of a function beside a function that is at its limits, relative to its p99 alone."""
     common = {"image.name": made_image(), "scale.idle_timeout_s": 3600}
     beside, greedy = "beside", "greedy"
     at.control.deploy_code(beside, PLAIN, **common)

@@ -41,16 +41,17 @@ WARM_CALLS = 50
 BURSTS, BURST, DEPLOY_ROUNDS = 20, 20, 3
 """The number of bursts, the functions of one burst, and the rounds of deploys."""
 SETTINGS: dict[str, Any] = {"scale.idle_timeout_s": 0.3}
-# What a function holds at rest, what their bases hold, and the room in `rest_mb` beside that.
+# The memory of a function at rest, the memory of the bases, and the ratio of `rest_mb` to the sum.
 REST_MB, BASES_MB, REST_ROOM = 7.4, 150, 1.5
 SEED = 49
 RATIOS = {"cold_p50": 1.2, "cold_p99": 2, "warm_p50": 1.1, "deploy_cpu": 1.2}
 LOOKS = re.compile(r"^pilotflame_reconciler_looks_total (\S+)$", re.MULTILINE)
-# The accounts are written once a minute.
+# Idle gateways are measured for this time, because the accounts are written once a minute.
 IDLE_S = 60.0
-# After the last start, the memory of all processes is measured once more (runtime/node/measuring/node_memory.py).
+# Wait for the last measurement of all processes' memory, which follows the last start
+# (runtime/node/measuring/node_memory.py).
 SETTLE_S = 60.0
-# Standbys are forked, and workers end, after the cold starts.
+# Wait after the cold starts, while standbys are forked and workers end.
 QUIET_S = 1.0
 # The answers that grow with the number of functions, and how often each is read.
 GROWING = ("/metrics", "/v1/functions", "/v1/console", "/openapi.json")
@@ -84,7 +85,7 @@ class Fleet:
         self.names = [f"f{number}" for number in range(self.size)]
 
     def some(self, count: int = CALLS) -> list[str]:
-        """Return the functions that are called or deployed next."""
+        """Return random functions, to call or to deploy next."""
         return self.order.sample(self.names, count)
 
     def deploy(self, names: Sequence[str]) -> None:
@@ -192,7 +193,7 @@ def _at_zero(status: dict[str, Any]) -> bool:
 
 @contextmanager
 def fleets(sizes: Sequence[int]) -> Iterator[list[Fleet]]:
-    """A gateway of each size, all of its functions deployed and at zero."""
+    """Run a gateway of each size. All of its functions are deployed and at zero."""
     with contextlib.ExitStack() as stack:
         found: list[Fleet] = []
         for size in sizes:

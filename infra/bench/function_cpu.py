@@ -54,7 +54,7 @@ class FunctionCpu:
     def wait_at_zero(self) -> None:
         """Wait until the function has a standby and no worker, and its processes use no CPU time.
 
-        It sends the gateway no request, because an answer would use CPU time.
+        Send the gateway no request, because an answer would use CPU time.
         """
         deadline, last_s = time.monotonic() + WAIT_S, -1.0
         while time.monotonic() < deadline:
@@ -86,7 +86,8 @@ class FunctionCpu:
         return used_s
 
     def _children(self) -> Iterator[int]:
-        # psutil would read the parent of each process of the machine.
+        # Read the kernel's list of children, because psutil would read the parent of each process of the
+        # machine.
         pid = self._zygote.pid
         return map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 

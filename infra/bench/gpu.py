@@ -64,13 +64,15 @@ class Case:
         self._snapshot = Snapshot(folder, manifest)
         self._snapshot.restore(self.module, device=device)
         self.snapshots = Snapshots([self._snapshot])
-        # What a standby does: it makes the context, loads the kernels, and pins the files.
+        # Do what a standby does: make the context, load the kernels, and pin the files.
         self.snapshots.blank()
         self.answer()
         self.snapshots.pin(lambda: False)
 
     def begin(self) -> float:
-        """Begin to copy the weights to the device, again if they are there. Return the time in seconds of the clock."""
+        """Begin to copy the weights to the device. Park them first if they are there. Return the time of the
+        clock in seconds.
+        """
         again = bool(self._snapshot.modules.uploads)
         if again:
             self.snapshots.park()
@@ -163,7 +165,7 @@ class GpuBench:
             cold_ms = []
             for _ in range(ROUNDS):
                 control.wait_for("cold", workers=0, standby=True)
-                # The standby pins the files after its rehearsal.
+                # Wait until the standby has pinned the files, which it does after its rehearsal.
                 time.sleep(PINNING_S)
                 reply = control.invoke("cold", {})
                 self._check(reply.body, self._right)
@@ -199,7 +201,8 @@ class GpuBench:
         fresh_ms = 1e3 * median([fresh_s(folder, self._where.partition(":")[0]) for _ in range(FRESH_ROUNDS)])
         self._enter("first_token_ms", median(cold), f"ms, {size_bytes / GB:.1f} GB", "")
         self._enter("first_token_ratio", fresh_ms / median(cold), "x faster than a fresh process", ">= 20")
-        # A worker cannot answer before its weights are there.
+        # Leave out the time of a raw copy, because a worker cannot answer before its weights are on the
+        # device.
         raw_ms = self._raw_ms * size_bytes / self._case.bytes
         self._enter(
             "first_token_extra_ms",
@@ -222,7 +225,9 @@ class GpuBench:
     def _deployed(
         self, memory_mb: dict[str, int], settings: dict[str, float], total_mb: int
     ) -> Iterator[Control]:
-        """A gateway with a function for each name, which may use `memory_mb[name]` MB of the device."""
+        """Run a gateway with a function for each name. Each function may use `memory_mb[name]` MB of the
+        device.
+        """
         gpus = {} if self._device == "cuda" else {"PILOTFLAME_GPUS": f"0:{total_mb}"}
         given = {"width": self._case.width, "matrices": MATRICES, "device": self._device}
         with tempfile.TemporaryDirectory(prefix="pilotflame-gpu-") as name, gateway(gpus) as (_, control):

@@ -43,7 +43,7 @@ with torch.inference_mode():
 def write_model(folder: Path, size_bytes: float, device: str) -> None:
     """Write a model of about `size_bytes` with the proportions of Llama, and a manifest."""
     layers = 32 if size_bytes > 1e9 else 2
-    # Each layer has about 13 width² parameters, and the words have two tables, of two bytes a parameter.
+    # Each layer has about 13 width² parameters of two bytes. The two tables of words are not counted.
     width = max(_HEAD, int((size_bytes / 2 / layers / 13) ** 0.5) // _HEAD * _HEAD)
     config = transformers.LlamaConfig(
         hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // _HEAD,
@@ -96,7 +96,7 @@ class FirstTokens:
 
 @contextmanager
 def deployed(folder: Path, name: str, **settings: float) -> Iterator[FirstTokens]:
-    """A gateway with the template text-generation and the model in `folder`."""
+    """Run a gateway with the template text-generation and the model in `folder`."""
     with gateway() as (server, control):
         control.deploy(str(TEMPLATE), name=name, snapshot=str(folder), **settings)
         yield FirstTokens(server, control, name)

@@ -60,7 +60,7 @@ class JobCallers:
         self._final: list[AcceptedJob] = []
 
     async def submit(self, stop: asyncio.Event, pause_s: float) -> None:
-        """One caller, until `stop`."""
+        """Submit jobs as one caller, until `stop`."""
         async with self._session() as session:
             while not stop.is_set():
                 if len(self._open) >= MAX_OPEN:
@@ -144,7 +144,9 @@ class JobCallers:
             self._report(f"{old.key} gave {old.id} at first, then {found}")
 
     async def _run(self, session: aiohttp.ClientSession, function: str, order: Any, key: str) -> str:
-        """Return the id; empty if no answer came, and without a key the submission cannot be repeated."""
+        """Return the id of the job. Return "" if no answer came and the submission cannot be repeated, since
+        it has no key.
+        """
         headers = {"Idempotency-Key": key} if key else {}
         status, answer = await self._ask(
             session, "POST", f"/v2/{function}/run", order, headers, again=bool(key)
@@ -178,7 +180,7 @@ class JobCallers:
             except (aiohttp.ClientError, TimeoutError, ConnectionError):
                 if not again:
                     return 0, None
-            # `up` may still be set for a moment after the gateway has ended.
+            # Pause before the next attempt: `up` may still be set for a moment after the gateway has ended.
             await asyncio.sleep(0.01)
 
     async def _end(self, job: AcceptedJob, seen: Mapping[str, Any]) -> None:

@@ -34,10 +34,10 @@ FUNCTION = "tone"
 KEEP_S = 1800.0
 CALLERS = 64
 BASE = 1000
-"""Jobs that go through the store. The million are copies of their rows under ids of their own."""
+"""The number of jobs that go through the store. The million jobs are copies of their rows with new ids."""
 RETENTION_ROUNDS = 12
 INPUT = b'{"input": {"prompt": "' + b"x" * 200 + b'"}}'
-# It takes one job and keeps it, so that submits are measured and not calls.
+# This handler keeps its first job, so that submits are measured and not calls.
 KEEPS = "import time\n\ndef handler(event):\n    time.sleep(600)\n"
 ECHO = "def handler(event):\n    return event\n"
 # More jobs are submitted than the limits of a queue usually allow.
@@ -46,7 +46,9 @@ SETTINGS = {"scale.max": 1, "max_jobs": 10_000_000}
 
 @dataclass(frozen=True)
 class Plan:
-    """The amounts. `looks`: status calls in each round. `churn`: jobs that come and are forgotten in each round."""
+    """The amounts. `looks`: status calls in each round. `churn`: jobs that are submitted and forgotten in
+    each round.
+    """
 
     seconds: float
     finished: int
@@ -159,7 +161,9 @@ def size_of(path: Path) -> int:
 
 
 async def retention(report: Report, folder: Path, plan: Plan) -> None:
-    """Enter size_growth_under_retention: the size after many rounds of jobs that come and are forgotten over that after few."""
+    """Enter size_growth_under_retention: the size after many rounds of jobs that are submitted and forgotten,
+    relative to the size after few rounds.
+    """
     path, sizes, now_s = folder / "retention.db", list[int](), time.time()
     async with opened(path, lambda: now_s) as store:
         for _ in range(RETENTION_ROUNDS):

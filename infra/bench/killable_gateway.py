@@ -15,7 +15,8 @@ import psutil
 from servers import Server, gateway_command
 
 STOP_S = 30.0
-# Below the range from which the kernel takes ports for connections, so that no connection takes it during a restart.
+# These ports are below the range that the kernel uses for connections, so that no connection takes the
+# gateway's port during a restart.
 PORTS = range(18_000, 28_000)
 
 
@@ -76,7 +77,7 @@ class KillableGateway:
 
     def left(self, timeout_s: float) -> list[str]:
         """Return and end the processes that are alive `timeout_s` after all gateways have ended."""
-        # A process that has set its title has no environment to read.
+        # Find the processes by their titles: a process that has set its title has no environment to read.
         titled = (
             one
             for one in psutil.process_iter()

@@ -178,7 +178,9 @@ async def gaps(engine: Engine, *, reads: int) -> tuple[float, float]:
 
 
 def prefix_gain(model: CausalModel, folder: Path, rounds: int) -> float:
-    """Return the ratio of the processor times of two ways to a row of PREFIX_TOKENS: reading them, and copying what is stored."""
+    """Return the ratio of the processor times of two ways to fill a row with PREFIX_TOKENS: reading the
+    tokens, and copying what is stored.
+    """
     prefix = Prefix("all", tuple(prompt(PREFIX_TOKENS)))
     write(model, [prefix], {}, folder)
     snapshot = Snapshot(folder, create(folder))
@@ -223,7 +225,7 @@ def from_zero_ms(folder: Path, rounds: int) -> tuple[float, float]:
 
 def dirty_kb(folder: Path) -> int:
     """Return the largest Private_Dirty of the mappings of weights, among two workers that have both answered."""
-    # Pages that are not on the disk yet count as dirty.
+    # Write the pages to the disk, because unwritten pages count as dirty.
     os.sync()
     with (
         deployed(folder, "words", **{"scale.min": 2, "concurrency": 1}) as tokens,
@@ -261,7 +263,7 @@ def beside_bare_loop(report: Report, shape: dict[str, Any], rounds: int) -> None
             ),
         )
         report.add(f"tokens_vs_bare_loop_{rows}", ratio, "", ">= 0.9")
-    # Memory that this machine has never used is slow at first.
+    # Run once unmeasured, because memory that this machine has never used is slow at first.
     asyncio.run(gaps(engine, reads=1000))
     quiet: list[float] = []
 
@@ -281,7 +283,7 @@ def beside_generate(report: Report, rounds: int) -> None:
     ragged = [16, 32, 64, 128, 256, 512, 768, 1024] * 2
     for name, lengths, target in (("ragged", ragged, ">= 1.3"), ("equal", [128] * 16, ">= 0.95")):
         ratio = median(
-            # A round differs from the next one by a tenth.
+            # Rounds differ by a tenth, so take the median of at least seven.
             max(7, rounds),
             lambda lengths=lengths: (  # type: ignore[misc]
                 asyncio.run(engine_rate(engine, [prompt(one) for one in lengths]))

@@ -10,7 +10,7 @@ from pathlib import Path
 from servers import free_port, running
 
 PROMPT = " ".join(f"w{number}" for number in range(1, 17))
-# What a user writes without a server of the field.
+# The script of a user who has no ready-made server.
 _PLAIN = """
 import http.server, json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

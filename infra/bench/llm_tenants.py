@@ -21,13 +21,13 @@ LONG_PROMPT, LONG_ANSWER, ANSWERS = 800, 200, 128
 PAUSE_S = 1.0
 FOR_S = 20.0
 WARMUP_S = 4.0
-"""The first seconds do not count."""
+"""The first seconds, which do not count."""
 GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass
 class Times:
-    """What callers have waited, in seconds."""
+    """The times that callers have waited, in seconds."""
 
     first: list[float] = field(default_factory=list)
     later: list[float] = field(default_factory=list)

@@ -81,7 +81,8 @@ def start_nginx(root: Path) -> Iterator[Nginx]:
         authority = trustme.CA()
         authority.issue_cert(_HOST).private_key_and_cert_chain_pem.write_to_path(str(folder / "server.pem"))
         authority.cert_pem.write_to_path(str(folder / "authority.pem"))
-        # As another user, its workers could not read what root made.
+        # The workers of nginx must also run as root. As another user, they could not read files that root has
+        # made.
         user = "user root;" if os.geteuid() == 0 else ""
         config = _CONFIG.format(
             folder=folder, host=_HOST, port=port, tls_port=tls_port, root=root.resolve(), user=user

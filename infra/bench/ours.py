@@ -47,7 +47,7 @@ class Files:
 
 
 class Ours:
-    """The subject."""
+    """Our engine, as the subject of a comparison."""
 
     def __init__(self, url: str, manifest: str, digest: str, kept: bool, authority: str = "") -> None:
         self._context = ssl.create_default_context(cafile=authority) if authority else None

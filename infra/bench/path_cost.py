@@ -43,7 +43,7 @@ INSTALL = ["install", "--quiet", "--disable-pip-version-check", "--no-deps", "--
 # A cold call needs a function without workers.
 IDLE_TIMEOUT_S = 0.05
 WARM_UP_S, WARM_UP_COLD_CALLS = 2.0, 3
-# Other work on the machine comes and goes within seconds. Short turns distribute it over both sides.
+# Other work on the machine changes within seconds. Short turns distribute it over both sides.
 TURN_S = 0.2
 NOTHING = Used(0.0, 0.0, 0.0)
 # The processes of a cold start, as the figures name them.
@@ -189,7 +189,7 @@ def run_cold(sides: Sequence[Side], options: argparse.Namespace) -> None:
         one.cold_call()
     for number in range(options.rounds):
         for one in sides:
-            # A gateway closes connections that are idle for long.
+            # Use a new connection in each round, because a gateway closes connections that are idle for long.
             one.control.close()
         before = [one.cpu.used() for one in sides]
         for call in range(options.calls):

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 
 def percentile(figures: Sequence[float], share: float) -> float:
-    """The nearest rank: the smallest figure that at least `share` (0 to 1) of them do not exceed."""
+    """Return the nearest rank: the smallest figure that at least `share` (0 to 1) of the figures do not
+    exceed.
+    """
     if not figures:
         return math.nan
     ordered = sorted(figures)
@@ -15,7 +17,7 @@ def percentile(figures: Sequence[float], share: float) -> float:
 
 
 def median(figures: Sequence[float]) -> float:
-    """The middle figure; the mean of the middle two where their number is even."""
+    """Return the middle figure, or the mean of the middle two if the number of figures is even."""
     if not figures:
         return math.nan
     ordered = sorted(figures)

@@ -94,7 +94,9 @@ class Arrivals:
         self._next_break = ends[np.searchsorted(ends, np.arange(len(self.at_s)), "right")]
 
     def served(self, wake_s: float) -> tuple[FloatArray, NDArray[np.int64], FloatArray]:
-        """For each arrival, if it begins a wake: the wait, the arrival that ends the next idle period, and the begin of that period."""
+        """Return for each arrival, if it begins a wake: the wait, the arrival that ends the next idle period,
+        and the begin of that period.
+        """
         count, ready_s = len(self.at_s), self.at_s + wake_s
         later = np.searchsorted(self.at_s, ready_s, "right")
         waited_s = (later - np.arange(count)) * ready_s - (self._sums[later] - self._sums[:count])

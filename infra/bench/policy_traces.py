@@ -38,7 +38,7 @@ def classes(seed: int) -> dict[str, list[list[float]]]:
 
 
 def mixed_fleet(seed: int, functions: int = 60, days: float = 2.0) -> list[list[float]]:
-    """Return the arrivals of functions with patterns of every class, for two days."""
+    """Return the arrivals of `functions` functions with patterns of every class, within `days` days."""
     fleet = []
     for number in range(functions):
         rnd = _random(seed, "fleet", number)
@@ -100,7 +100,7 @@ def _lognormal(rnd: random.Random, sigma: float, median_s: float = 30.0) -> Gaps
 
 
 def _bursts(rnd: random.Random, mean_s: float) -> Gaps:
-    """Bursts of 10 to 100 calls, a quarter of a second apart in the mean."""
+    """Yield the gaps of bursts of 10 to 100 calls, which are a quarter of a second apart on average."""
     while True:
         yield rnd.expovariate(1 / mean_s)
         for _ in range(rnd.randint(10, 100) - 1):
@@ -108,13 +108,13 @@ def _bursts(rnd: random.Random, mean_s: float) -> Gaps:
 
 
 def _timer(rnd: random.Random, period_s: float) -> list[float]:
-    """A timer with 1 % of jitter that misses 5 % of its times."""
+    """Return the times of a timer with 1 % of jitter that misses 5 % of its times."""
     times = [period_s * (number + 1) + rnd.gauss(0, 0.01 * period_s) for number in range(REQUESTS)]
     return sorted(max(0.0, at_s) for at_s in times if rnd.random() > 0.05)
 
 
 def _diurnal(rnd: random.Random, mean_s: float) -> list[float]:
-    """Day and night: the rate swings by 50:1, by thinning."""
+    """Return arrivals whose rate varies by 50:1 between day and night, drawn by thinning."""
     now_s, arrivals = 0.0, list[float]()
     most = 2 / mean_s
     while len(arrivals) < REQUESTS and now_s < 60 * DAY_S:

@@ -117,7 +117,7 @@ class Report:
         """Write build/bench/<name>.json."""
         path = path_of(self.name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # If the process is killed here, no truncated report is left.
+        # Write another file first, so that a process that is killed leaves no truncated report.
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(self._content(), indent=2, default=str) + "\n")
         partial.replace(path)
@@ -182,7 +182,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def _short(value: float) -> str:
-    """Four significant digits; whole numbers from a thousand on."""
+    """Return a number with four significant digits; from a thousand on, a whole number."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

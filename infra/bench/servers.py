@@ -122,7 +122,7 @@ class Server:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        # Not `communicate`, because children may keep the pipe open.
+        # `communicate` would wait for children that keep the pipe open.
         self._process.stdout.close()  # type: ignore[union-attr]
         return code
 
@@ -133,7 +133,8 @@ class Server:
         if self.end_alone(signal.SIGTERM, _STOP_S) == -signal.SIGKILL:
             self.left_over.append(f"{self.pid} {self.name} itself")
         rest = {*known, *process_tree.session(self.pid), *process_tree.marked(self._mark)}
-        # The death of the parent ends its children (PDEATHSIG, a closed pipe), but not in the same instant.
+        # Wait a moment: the death of the parent ends its children (PDEATHSIG, a closed pipe), but not in the
+        # same instant.
         psutil.wait_procs(rest, timeout=1.0)
         alive = [process for process in rest if process_tree.alive(process)]
         self.left_over += [str(process.pid) for process in alive]
@@ -151,7 +152,7 @@ def _answers(url: str, body: bytes) -> bool:
 
 @contextmanager
 def running(name: str, command: list[str], env: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """Run a server during the block, which must wait until it listens."""
+    """Run a server during the block. The block must wait until the server listens."""
     with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log") as log:
         server = Server(name, command, Path(log.name), env)
         try:
@@ -168,7 +169,7 @@ def free_port() -> int:
 
 @contextmanager
 def start_echo() -> Iterator[Server]:
-    """The floor of an HTTP answer: aiohttp on uvloop, which returns the body. `POST /`."""
+    """Run the floor of an HTTP answer: aiohttp on uvloop, which returns the body. `POST /`."""
     with running("echo", [sys.executable, str(HERE / "echo_server.py")]) as server:
         server.wait_line()
         yield server
@@ -178,7 +179,7 @@ def start_echo() -> Iterator[Server]:
 def start_litserve(
     options: Mapping[str, Any], body: bytes, env: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """LitServe with the options of litserve_app.py. `POST /predict`."""
+    """Run LitServe with the options of litserve_app.py. `POST /predict`."""
     port = free_port()
     command = [sys.executable, str(HERE / "litserve_app.py"), json.dumps({**options, "port": port})]
     with running("litserve", command, env) as server:
@@ -190,7 +191,7 @@ def start_litserve(
 def start_pilotflame(
     env: Mapping[str, str] | None = None, python: str | Path = sys.executable, state: Path | None = None
 ) -> Iterator[Server]:
-    """A gateway of the pilotflame that this interpreter imports. `POST /invoke/{function}`."""
+    """Run a gateway of the pilotflame that this interpreter imports. `POST /invoke/{function}`."""
     with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as made:
         folder = str(state or made)
         # -P: the metadata of a build in the present folder would hide that of the installed package.

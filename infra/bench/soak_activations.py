@@ -68,7 +68,8 @@ def held(server: Server, folders: list[Path]) -> Held:
         rss += process.memory_info().rss / 1e6 if role == "gateway" else 0.0
     found = {path for folder in folders for path in folder.rglob("*")}
     names = {path: {*path.parts, path.name.partition(".")[0]} for path in found}
-    # A standby has a folder with its pid, and another standby another one.
+    # The folder of a standby is named like its pid. Replace pids, so that another standby's folder counts as
+    # the same.
     shown = (
         Path(*("PID" if part.isdecimal() else part for part in path.parts))
         for path in found

@@ -72,7 +72,7 @@ def kill(at: ContainerGateway, seen: set[str]) -> None:
 
 
 def soak(at: ContainerGateway, activations: int, seen: set[str]) -> None:
-    """Activate. Add the ids of all containers to `seen`."""
+    """Run the activations. Add the ids of all containers to `seen`."""
     for number in range(1, activations + 1):
         if number == activations // 2:
             at.engine.stop()
@@ -111,7 +111,8 @@ def main() -> int:
         at.control.deploy_code(NAME, PLAIN, **{"image.name": made_image(), "scale.idle_timeout_s": 0})
         for _ in range(WARM_UP):
             activate(at)
-        # The threads that wait for files are started at the first need, and stay.
+        # Kill a container before the first count: threads that wait for files start at the first need, and
+        # stay.
         kill(at, seen)
         activate(at)
         found = settled(at)

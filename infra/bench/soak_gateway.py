@@ -126,7 +126,7 @@ class Traffic:
 
     async def _leave(self, name: str) -> None:
         async with self._room:
-            # A caller of the plain handler leaves a call behind that goes on.
+            # A call of the plain handler continues after its caller has left, so it must be short.
             seconds = 3600.0 if name == "async" else 0.2
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.05 + 0.1 * self._chance.random()):
@@ -162,7 +162,7 @@ class GatewaySoak:
     def _settle(self) -> Hour:
         """Wait until nothing runs, and count."""
         deadline = time.monotonic() + SETTLE_S
-        # The expiry of results, and of the gateway's closed connections.
+        # Wait until results and the gateway's closed connections have expired.
         time.sleep(1.5)
         kept = self._least(deadline)
         self._counts.unlink(missing_ok=True)
@@ -200,7 +200,7 @@ def _enter(report: Report, hours: list[Hour]) -> None:
         report.add(f"grown_{what}", sum((now - was).values()), "", f"<= {most}")
         for role in sorted(was | now):
             report.row(what=what, role=role, before=was[role], after=now[role])
-    # A few timers come and go, such as that of the next deadline.
+    # The number of timers varies by a few, such as that of the next deadline.
     report.add("timers", after.timers, "", f"<= {before.timers + 4}")
     report.add("tasks", after.tasks, "", f"<= {before.tasks + 1}")
     report.add("grown_objects", after.objects / before.objects - 1, "", f"<= {OBJECTS}")

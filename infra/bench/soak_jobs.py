@@ -29,7 +29,7 @@ from webhook_receiver import WebhookReceiver, receiving
 
 SUBMITTERS, WATCHERS = 8, 2
 PAUSE_S = 0.25
-"""Between the calls of one caller, at most; between two kills, on average."""
+"""The longest pause between two calls of one caller, and the mean pause between two kills."""
 QUIET_S = 400.0
 HOOKS_S = 120.0
 LEFT_S = 10.0
@@ -141,7 +141,7 @@ class Soak:
 
     async def _wait_for_ends(self, callers: JobCallers, hooks: WebhookReceiver) -> None:
         """Wait until all jobs have ended, also those whose submission got no answer, and all webhooks have come."""
-        # Jobs that have not ended by then are counted.
+        # After this time, the jobs that have not ended are counted.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(QUIET_S):
                 await callers.see_out(self.functions)
@@ -203,7 +203,9 @@ class Soak:
             report.note(text)
 
     def _check_runs(self, callers: JobCallers, report: Report) -> None:
-        """Check the lines that the handlers wrote: job, attempt, pid, number. The number of a key ran under one id."""
+        """Check the lines that the handlers wrote: job, attempt, pid, number. All runs of the number of a key
+        must have one id.
+        """
         ids: dict[int, set[str]] = {}
         for line in (self._root / "runs").read_text().splitlines():
             job, _, _, number = line.split()

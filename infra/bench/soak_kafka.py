@@ -25,7 +25,7 @@ from report import Report, parser
 KEYS = 20
 WRITES_PER_S = 25
 PAUSE_S = 17.0
-"""Between two kills, at most. The group waits 10 s for a dead member."""
+"""The longest pause between two kills. The group waits 10 s for a dead member."""
 QUIET_S = 180.0
 LEFT_S = 10.0
 TOPIC, ANSWERS = "orders", "answers"

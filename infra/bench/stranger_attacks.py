@@ -33,7 +33,7 @@ MB = 10**6
 PATHS = ("/invoke/hello", "/v1/functions", "/v2/hello/run", "/openai/v1/chat/completions", "/nothing")
 FUNCTIONS, IDLE = 100, 900
 FORWARDED = 300
-"""Connections of gRPC: each has three descriptors."""
+"""The number of connections of gRPC. Each of them takes three descriptors."""
 Send = Callable[[], int]
 GRPC = {"plugin_ports": [f"oip=127.0.0.1:{free_port()}"]}
 _, _, GRPC_ADDRESS = GRPC["plugin_ports"][0].partition("=")
@@ -46,8 +46,10 @@ NOT_CALLED = {
 
 
 def repeat(stage: Stage, sends: Iterator[Send], senders: int = 3, times: int = 1) -> str:
-    """Send for `times` the seconds of the stage, in some threads, and return how often each status was answered; 0 is a lost
-    connection."""
+    """Send in `senders` threads for `times` times the seconds of the stage.
+
+    Return how often each status was answered. The status 0 stands for a lost connection.
+    """
     stage.until_s = time.monotonic() + times * stage.seconds
     found = Counter[int]()
 
@@ -316,7 +318,9 @@ def grpc_messages(stage: Stage) -> str:
 
 @attack("1,000 failed calls of 1 MB, and 90 of 19 MB, of gRPC", gateway=GRPC)
 def grpc_failures(stage: Stage) -> str:
-    """Raise Breach if the gateway keeps what they sent. The containers have no numpy, so evil is a process."""
+    """Raise Breach if the gateway keeps the inputs of these calls. The containers have no numpy, so evil is a
+    process.
+    """
     (stage.root / "evil").mkdir()
     (stage.root / "evil" / "handler.py").write_text(code("fails_typed"))
     evil = {"path": str(stage.root / "evil"), "overrides": {"name": "evil"}}

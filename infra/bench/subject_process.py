@@ -50,7 +50,7 @@ class SubjectProcess:
 
     def __init__(self, kind: str, env: dict[str, str] | None = None, **arguments: Any) -> None:
         self._kind = kind
-        # It lives as long as the process.
+        # The file stays open as long as the process lives.
         self._log = tempfile.TemporaryFile(prefix="subject-")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, __file__, kind, json.dumps(arguments)],
@@ -79,7 +79,7 @@ class SubjectProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # It ends at the end of its input, and then removes its files.
+        # Close the input. The process then removes its files and ends.
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.communicate(timeout=_STOP_S)
         self._process.kill()
@@ -109,7 +109,7 @@ def _serve(subject: Subject, answers: int) -> None:
 def main() -> None:
     kind, arguments = sys.argv[1:]
     answers = os.dup(1)
-    # Libraries that print do not disturb the answers.
+    # Send the output of libraries that print to standard error, so that it does not disturb the answers.
     os.dup2(2, 1)
     module, _, name = kind.partition(":")
     _serve(getattr(importlib.import_module(module), name)(**json.loads(arguments)), answers)

@@ -74,14 +74,14 @@ def write_model(folder: Path, shape: dict[str, Any]) -> None:
 
 @contextmanager
 def own_server(folder: Path, caches: Path, *, eager: bool) -> Iterator[Server]:
-    """vLLM's own server from nothing, until its first token."""
+    """Start vLLM's own server from nothing, and yield it after its first token."""
     port = free_port()
     command = [
         str(vllm_environment.python_of_cache()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder),
         "--served-model-name", "m", "--port", str(port), "--host", "127.0.0.1", "--max-model-len", str(MOST_TOKENS),
         "--kv-cache-memory-bytes", str(CACHE_BYTES), "--no-enable-prefix-caching", *(["--enforce-eager"] if eager else []),
     ]  # fmt: skip
-    # Without the last one, vLLM 0.32 compiles at each start.
+    # Without the last variable, vLLM 0.32 compiles at each start.
     env = {
         "VLLM_CACHE_ROOT": str(caches),
         "VLLM_NO_USAGE_STATS": "1",
@@ -176,7 +176,7 @@ def starts(report: Report, name: str, folder: Path, pairs: int, *, eager: bool) 
     kind = "eager" if eager else "compiled"
     found: dict[str, list[float]] = {"own": [], "zygote": [], "standby": [], "ratio": []}
     with tempfile.TemporaryDirectory(prefix="pf-vllm-") as caches, ours(folder, eager=eager) as function:
-        # Warms the caches of both.
+        # The first start of each side fills its caches.
         with own_server(folder, Path(caches), eager=eager):
             function.first_s()
         for _ in range(pairs):

@@ -185,7 +185,9 @@ def closed(
 
 
 def minilm_part(report: Report, plan: Plan) -> None:
-    """The closed loop of 32 callers, also beside the bare work: batches of 16 in a process for each core."""
+    """Measure the closed loop of 32 callers, also beside the bare work, which runs batches of 16 in one
+    process for each core.
+    """
     given = {"model": str(minilm.model_folder()), "threads": 1, "event": BODIES["minilm"]}
     batch = LIMIT // 2
     with ExitStack() as stack:
@@ -205,7 +207,10 @@ def minilm_part(report: Report, plan: Plan) -> None:
 
 
 def overload(report: Report, plan: Plan) -> None:
-    """The open loop with one worker each. Our gateway gets the deadline in X-Request-Timeout; LitServe has no such header."""
+    """Measure the open loop, with one worker of each server.
+
+    Our gateway gets the deadline in X-Request-Timeout; LitServe has no such header.
+    """
     deadline_s, rate = DEADLINES * batch_s(1), OVERLOAD * LIMIT / batch_s(LIMIT)
     with ExitStack() as stack:
         for name in (OURS, LITSERVE):

@@ -1,8 +1,9 @@
 """Short calls among long ones, in random sequences with random gaps: how many of the short calls wait. Part of `make bench-warm`.
 
-At most three long calls run at a time, and four workers are allowed. So a short call never has to wait for a long one, but
-for the start of a worker. While a handler holds the interpreter's lock, its worker gives nothing back: short calls that
-it was sent before the long call was late wait for its end. These calls are counted separately.
+At most three long calls run at a time, and four workers are allowed. So a short call may have to wait for the
+start of a worker, but never for a long call. While a handler holds the interpreter's lock, its worker cannot
+give calls back. Short calls that the worker got before the long call was late then wait for the end of the
+long call. These calls are counted separately.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MOST_LONG, LONG_SHARE, LONG_S = 3, 0.2, (0.3, 1.5)
 # Most gaps are shorter than the time after which a long call is late.
 GAPS_S = (0.0, 0.0, 0.001, 0.005, 0.02, 0.1, 0.5)
 LIMIT_S = 0.1
-# Between a caller and the gateway, and for the answer.
+# The time from a caller to the gateway, and for the answer.
 WAY_S = 0.01
 
 
@@ -42,9 +43,11 @@ class Sent:
     ended_s: float = 0.0
 
     def was_behind(self, long: Sent) -> bool:
-        """Return True if it was sent before a long call was late, and waited for its end.
+        """Return True if this call was sent before the long call was late, and waited for the end of the long
+        call.
 
-        Another worker may have run it: the worker of the long call may give it back when the long call has ended.
+        Another worker may have run this call: the worker of the long call may give it back when the long call
+        has ended.
         """
         began_s = long.ended_s - long.takes_s
         sent_early = self.sent_s <= began_s + SHORT_S + WAY_S <= self.ended_s

@@ -60,7 +60,9 @@ def stream_of(server: Server, pieces: int) -> Request:
 
 @contextmanager
 def slow_reader(server: Server) -> Iterator[None]:
-    """A caller who asks for a long stream, reads the first bytes of its answer, and then nothing more."""
+    """Run a caller during the block who asks for a long stream, reads the first bytes of its answer, and then
+    nothing more.
+    """
     request = stream_of(server, pieces=(SLOW_MB << 20) // PIECE_BYTES)
     with socket.create_connection(request.address, timeout=10) as connection:
         connection.sendall(request.encode())

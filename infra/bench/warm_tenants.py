@@ -1,6 +1,8 @@
-"""Two tenants of one worker: one sends 50 times the load of the other. What the callers of the small one notice.
+"""Two tenants of one worker: one sends 50 times the load of the other. Measures what the callers of the small
+tenant notice.
 
-Part of `make bench-warm`. The small tenant alone and beside the large one take turns, and percentiles are of all rounds.
+Part of `make bench-warm`. Turns of the small tenant alone alternate with turns beside the large tenant.
+Percentiles are of all rounds.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def as_tenant(request: Request, of: str) -> Request:
 
 
 def small_tally(small: Request, large: Request, large_rate: float, for_s: float, seed: int) -> Tally:
-    """Return the tally of the small tenant. The large one sends from a second earlier until the end."""
+    """Return the tally of the small tenant. The large tenant begins a second earlier, and sends until the
+    end.
+    """
     with ThreadPoolExecutor(1) as threads:
         if large_rate:
             threads.submit(load_apart, large, rate=large_rate, duration_s=for_s + 1, seed=2)

@@ -48,7 +48,7 @@ class BareWork:
             self._work([self._event] * batch)
 
     def check(self) -> None:
-        """The servers run the same code, and their answers are checked."""
+        """Do nothing. The servers run the same code, and their answers are checked."""
 
     def clear(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because nothing is kept."""

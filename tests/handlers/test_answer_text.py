@@ -1,4 +1,6 @@
-"""The pieces of a text make the whole text, and end before a stop string, however the tokens lie."""
+"""The pieces of a text make the whole text and end before a stop string, whatever the borders of the tokens
+are.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ STOPS = st.lists(st.text(alphabet="abcé€", min_size=1, max_size=4), max_size=
 
 
 def decode(tokens: list[int]) -> str:
-    """Each token is a byte."""
+    """Decode tokens, each of which is a byte."""
     return bytes(tokens).decode(errors="replace")
 
 
@@ -92,7 +94,7 @@ def test_a_character_whose_first_bytes_end_the_prompt_is_whole() -> None:
     prompt, answer = "aé火".encode()[:-2], "火b".encode()[1:]
     stream = TextStream(decode, after=list(prompt))
     assert [stream.push(token) for token in answer] == ["", "火", "b"]
-    # These characters belong to the prompt.
+    # The incomplete or replaced character at the end of the prompt is no part of the answer.
     for prompt in ("a\ufffd".encode(), "a火".encode()[:-1]):
         stream = TextStream(decode, after=list(prompt))
         assert stream.push(ord("b")) == "b"

@@ -82,7 +82,7 @@ def test_what_numpy_has_no_type_for_comes_as_float32(kind: Any) -> None:
     found = as_npy(tensor)
     assert (found.dtype, found.tolist()) == (np.float32, [0.5, -2.0])
     file = CODEC.encode({"t": tensor}, SAFETENSORS_TYPE)[0]
-    assert safetensors.torch.load(file)["t"].dtype == kind  # safetensors has it
+    assert safetensors.torch.load(file)["t"].dtype == kind  # safetensors supports this type
 
 
 def test_a_dict_of_arrays_is_a_safetensors_file() -> None:

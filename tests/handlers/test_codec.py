@@ -139,7 +139,7 @@ def test_a_validator_of_the_user_speaks() -> None:
 
     with pytest.raises(InputInvalid, match=r"input\.n: Value error, must be even") as caught:
         InputCodec(Even).decode(b'{"n":3}')
-    json.dumps(caught.value.to_wire())  # goes over the wire although it came from an exception
+    json.dumps(caught.value.to_wire())  # can be sent, although it was made from an exception
 
 
 @given(st.binary())

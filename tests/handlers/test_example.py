@@ -1,4 +1,4 @@
-"""Examples from JSON schemas fit the type that the schema is of."""
+"""An example that is made from a JSON schema fits the type of the schema."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pilotflame.handlers.failure import MAX_TRACEBACK_CHARS, explain, is_out_of_
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[[str], ModuleType]:
-    """Makes a module of the user's folder from its text."""
+    """Return a function that makes a module in the user's folder from its text."""
 
     def from_text(text: str) -> ModuleType:
         path = tmp_path / "code" / "handler.py"
@@ -61,7 +61,7 @@ def test_the_traceback_has_the_users_frames_only(load: Callable[[str], ModuleTyp
     text = explain(HandlerFailed, "The handler", error, tmp_path / "code").trace
     assert "handler.py" in text
     assert "JSONDecodeError" in text
-    # Only the paths of the function are whole.
+    # Only the files of the function have full paths.
     assert f'File "{tmp_path}/code/handler.py", line 3, in handler' in text
     assert 'File "json/decoder.py", line ' in text
     assert "self.scan_once(" in text
@@ -91,7 +91,7 @@ def test_code_without_a_file_is_not_taken_for_a_file_of_the_folder(
     load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
 ) -> None:
     module = load(f"def handler(event):\n    {statement}\n")
-    monkeypatch.chdir(tmp_path / "code")  # as in a zygote: a name like <string> would resolve to here
+    monkeypatch.chdir(tmp_path / "code")  # as in a zygote: a name like <string> would resolve to this folder
     assert locate(caught(lambda: module.handler(None)), tmp_path / "code") == ("handler.py", 2)
 
 
@@ -198,7 +198,7 @@ def test_out_of_memory_is_recognised(error: BaseException) -> None:
 
 
 class OutOfMemoryError(Exception):
-    """Another library's."""
+    """An error of another library, with the name of torch's error."""
 
 
 @pytest.mark.parametrize(

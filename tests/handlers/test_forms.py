@@ -59,7 +59,7 @@ def test_a_form_in_pieces_of_any_size(size: int) -> None:
 )  # fmt: skip
 def test_a_broken_form_is_refused(body: bytes) -> None:
     if body == b"--a b--x--a c":
-        # The bytes after the last boundary do not count.
+        # The bytes after the last boundary are ignored.
         assert parsed(body) == []
         return
     with pytest.raises(BadInput, match="malformed"):

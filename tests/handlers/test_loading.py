@@ -32,7 +32,8 @@ def placed(reference: str, folder: str) -> str:
     return reference.replace("app.py", f"{folder}/app.py")
 
 
-# The package of RunPod takes 2.6 s to import. Its handlers are scripts, which have no package.
+# RunPod's package takes 2.6 s to import, so only one of its cases runs. Its handlers are scripts, which have
+# no package.
 CASES = [(kind, one) for kind in HANDLERS for one in IMPORTS if kind != "runpod" or one == "of-the-root"]
 
 

@@ -24,7 +24,7 @@ RANGES = st.tuples(
         ("APPLICATION/X-NPY", NPY),
         ("application/x-npy, */*", NPY),  # a named type comes before a wildcard
         ("application/x-npy;q=0.5, */*", JSON),
-        ("application/json, application/x-npy", JSON),  # of equals the first
+        ("application/json, application/x-npy", JSON),  # of equal types the first
         ("application/x-npy, application/json", NPY),
         ("application/json;q=0.9, application/x-npy", NPY),
         ("application/json, application/x-npy;q=0", JSON),
@@ -32,7 +32,7 @@ RANGES = st.tuples(
         ("text/html", ""),
         ("application/json;q=0", ""),
         ('text/html;a=",application/x-npy", application/json', JSON),
-        ("application/x-npy;q=2, application/json;q=0.1", JSON),  # an invalid quality: it is ignored
+        ("application/x-npy;q=2, application/json;q=0.1", JSON),  # an invalid quality is ignored
         ("application/x-npy;q=, application/json", JSON),
         (" , ,;q=1,application/x-npy ,", NPY),
     ],

@@ -23,7 +23,7 @@ URLS = {
     "/100%.png": "/100%.png", "/日本/x.png?é=1#ä": "/%E6%97%A5%E6%9C%AC/x.png?%C3%A9=1", "/a[1].png": "/a[1].png",
     "/a\tb": "/ab", "/x?sig=a%2Fb+c==": "/x?sig=a%2Fb+c==", "/a\x7fb": "/a%7Fb",
 }  # fmt: skip
-"""What callers send, and the target that a server gets."""
+"""The target of a caller's URL, and the target that the server gets."""
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Resolving: from a user's file to a handler. Importing changes the process, so each import is undone here."""
+"""Resolving: from a user's file to a handler. An import changes the process, so the tests undo it."""
 
 import json
 import os
@@ -27,7 +27,7 @@ Resolve = Callable[..., Handler]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A function's folder; afterwards this process is as it was."""
+    """Yield a function's folder. Afterwards undo what imports have changed in this process."""
     cwd, path, modules = Path.cwd(), list(sys.path), set(sys.modules)
     root = tmp_path / "tone"
     root.mkdir()
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def made(folder: Path) -> Resolve:
-    """Resolves a handler from the text of its file, and of others beside it."""
+    """Return a function that resolves a handler from the texts of its file and of other files beside it."""
 
     def make(text: str, reference: str = "handler.py", **others: str) -> Handler:
         for name, content in {reference.partition(":")[0].removesuffix(".py"): text, **others}.items():

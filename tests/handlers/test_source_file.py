@@ -52,14 +52,14 @@ def test_a_file_that_cannot_be_parsed_shows_nothing(tmp_path: Path, text: str, p
 @pytest.mark.parametrize("line", ["x=1\n", "[" * 90 + "]" * 90 + "\n"], ids=["statements", "nested"])
 def test_a_long_file_takes_no_memory_of_this_process(tmp_path: Path, line: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # A longer file takes the child several seconds.
+    # A third of the limit, because a longer file takes the child several seconds.
     read(tmp_path, line * (MAX_SOURCE_BYTES // 3 // len(line)))
     # In KiB. The parser would take 200 MB for either file.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
 def test_long_names_make_no_long_facts(tmp_path: Path) -> None:
-    """Each call has the whole name of the package that it belongs to."""
+    """Each call in the facts has the full name of its package, so many calls of a long name make long facts."""
     many = "".join(f"x.Q{number}()\n" for number in range(5_000))
     assert read(tmp_path, f"import {'a' * 2500} as x\n{many}") is not None
     assert read(tmp_path, f"import {'a' * 150} as x\n{many}") is None

@@ -68,7 +68,7 @@ def test_json_keeps_every_finite_value(datatype: str, data: st.DataObject) -> No
     payload, content_type = encoding.encode({"x": array}, f"{TENSORS_TYPE};json=x")
     assert same(decoding.decode(as_request(payload), shorter(content_type)).x, array)
     if 0 not in array.shape[:-1]:
-        # An empty axis before others has no form in nested lists.
+        # Nested lists cannot express an empty axis before other axes.
         body, _ = encoding.encode({"x": array})
         assert same(decoding.decode(body).x, array)
 

@@ -65,7 +65,7 @@ async def test_the_rows_of_a_batch_have_their_own_adapters(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ChunkTimes, "tokens_within", lambda *_: 7)
-    # Fewer adapters than the callers use stay in the model.
+    # The model keeps fewer adapters (`most`) than the callers use.
     model, adapters = model_of(tmp_path, kind, most=1)
     write(model, [Prefix("all", tuple(range(3, 43)))], {}, tmp_path / "prefixes")
     stored = Prefixes(Snapshot(tmp_path / "prefixes", create(tmp_path / "prefixes")))

@@ -105,7 +105,7 @@ async def run(
 
 async def test_a_request_that_would_be_late_is_refused_and_the_others_go_on() -> None:
     engine, _ = engine_of("llama", rows=2)
-    # The engine learns its times.
+    # The engine learns its times from these requests.
     assert await asyncio.gather(run(engine), run(engine)) == [30, 30]
     assert await run(engine, Targets(time.monotonic() + 60, 60.0)) == 30
     with pytest.raises(Overloaded) as caught:
@@ -113,7 +113,7 @@ async def test_a_request_that_would_be_late_is_refused_and_the_others_go_on() ->
     assert caught.value.details["retry_after_s"] >= 1
     with pytest.raises(Overloaded, match="A token would take"):
         await run(engine, Targets(token_s=1e-9))
-    # Two long requests have the rows, so the third would wait for one of their ends.
+    # Two long requests occupy both rows, so the third would have to wait until one of them ends.
     begun = [asyncio.Event(), asyncio.Event()]
     async with asyncio.TaskGroup() as tasks:
         long = [tasks.create_task(run(engine, new=400, begun=event)) for event in begun]

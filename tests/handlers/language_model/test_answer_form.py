@@ -122,9 +122,9 @@ def test_an_answer_that_a_stop_has_cut_matches_its_pattern(output: dict[str, str
     for wrong in ("ab-1", "", "ab-123", "AB-12"):
         with pytest.raises(OutputInvalid, match="format"):
             forms.check(request, wrong, called=False, cut=[1])
-    # If no stop has ended it, the tokens have kept it.
+    # No stop has cut this answer, so the grammar has held at each token, and the text is not checked.
     forms.check(request, "ab", called=False)
-    # These texts do not show all bytes and tokens of their answers.
+    # These texts lack bytes or tokens of their answers, so they are not checked.
     forms.check(request, "ab\ufffd", called=False, cut=[1])
     forms.check(request, "ab", called=False, cut=[1, tokenizer.eos_token_id])
 

@@ -37,7 +37,7 @@ PREFIXES = {
 }
 HANDLER = (TEMPLATE / "handler.py").read_text()
 FILE = "prefixes.safetensors"
-# The template writes the roles, before what differs.
+# The length of the part that all chats share. The template writes the roles, too.
 CACHED = len(f"system: {SYSTEM['content']}\nuser: ")
 
 
@@ -67,7 +67,7 @@ async def place() -> AsyncIterator[Path]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def first(place: Path) -> tuple[Any, dict[str, int]]:
-    """The model and the stored prefixes of the function `llm`, which a gateway has deployed that has ended since."""
+    """Return the model and the stored prefixes of the function `llm`. The gateway that deployed it has ended."""
     model = write_model(place / "weights")
     async with gateway_here(place / "state", drain_s=1.0) as gateway:
         await deploy(gateway, "llm", settings(place / "weights"))
@@ -115,7 +115,7 @@ def expected(model: Any) -> str:
     tokenizer = byte_tokenizer(HERMES)
     prompt = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.encode(prompt, add_special_tokens=False)
-    # An answer does not end with a part of a character.
+    # An answer leaves out an incomplete character at its end.
     return str(tokenizer.decode(generated(model, ids, 12), skip_special_tokens=True)).rstrip("\ufffd")
 
 
@@ -140,7 +140,7 @@ async def test_later_workers_map_what_the_deploy_has_computed(
         os.kill(pid, signal.SIGKILL)
         await gone(pid)
     assert await chat(served, "llm") == wanted
-    # A deploy with equal keys uses the stored ones.
+    # A deploy with equal keys uses the stored prefixes.
     await deploy(served, "llm", settings(place / "weights", timeout_s=50))
     assert await chat(served, "llm") == wanted
     assert stored(served, "llm") == first[1]
@@ -154,7 +154,7 @@ async def test_other_weights_have_other_prefixes(
     await deploy(served, "llm", settings(place / "other"))
     assert await chat(served, "llm") == (CACHED, expected(other))
     assert expected(other) != expected(first[0])
-    # The ones before stay for a rollback.
+    # The earlier prefixes stay for a rollback.
     assert stored(served, "llm").items() > first[1].items()
     assert (await served.client.delete("/v1/functions/llm")).is_success
     assert not (served.state / "prefixes" / "llm").exists()

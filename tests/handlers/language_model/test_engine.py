@@ -58,7 +58,7 @@ async def test_sequences_that_run_together_are_as_if_alone(
 
 @pytest.fixture
 def one_layer_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside rows, each step reads one layer of a chunk."""
+    """Let each step read one layer of a chunk while there are rows."""
     monkeypatch.setattr(Admission, "chunk_s", lambda _, load, **__: 1e-9 if load.rows else 0.0)
     monkeypatch.setattr(ChunkTimes, "tokens_within", lambda *_: 4)
 
@@ -271,7 +271,7 @@ async def test_a_choice_or_a_prompt_that_fails_ends_its_own_request(monkeypatch:
 
 
 class Broken(BaseException):
-    """What no model catches by chance."""
+    """An exception that no model catches by chance."""
 
 
 def broken(*_: object, **__: object) -> Never:

@@ -38,7 +38,7 @@ def poisoned(kind: str) -> Any:
 
 @cache
 def known(kind: str) -> list[tuple[list[int], list[int]]]:
-    """Return prompts, each with what the model makes of it alone."""
+    """Return prompts, each with the tokens that the model generates for it alone."""
     drawn, model = random.Random(3), poisoned(kind)
     found = []
     while len(found) < 8:
@@ -50,7 +50,7 @@ def known(kind: str) -> list[tuple[list[int], list[int]]]:
 
 
 class Faults:
-    """Lets memory run out in some passes of the model and in some allocations of keys and values."""
+    """Makes memory run out in some passes of the model and in some allocations of keys and values."""
 
     def __init__(self, engine: Engine, drawn: random.Random, share: float) -> None:
         self.drawn, self.share = drawn, share
@@ -62,7 +62,8 @@ class Faults:
 
     def fail(self) -> None:
         if self.drawn.random() < self.share:
-            # With several rows, the youngest waits again, and no caller notices.
+            # Only a fault in a pass with a single row may fail a caller. With several rows, the youngest row
+            # waits again.
             self.charged += self.rows < 2
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
@@ -76,7 +77,7 @@ class Faults:
     def failing_pass(self, *arguments: Any) -> Any:
         self.fail()
         found = self.run(*arguments)
-        # Later, keys and values are written.
+        # Fail also at this later moment, when keys and values have been written.
         self.fail()
         return found
 
@@ -96,7 +97,7 @@ async def run_history(kind: str, seed: int) -> None:
         outcomes = await asyncio.gather(*(one_caller(engine, kind, drawn) for _ in range(12)))
     assert sum(outcomes) <= faults.charged
     async with asyncio.timeout(30):
-        # The engine's thread forgets a sequence after it has given the last token.
+        # The engine's thread removes a sequence only after it has given out the last token.
         while engine._steps._runs or engine._steps._members:
             await asyncio.sleep(0)
 

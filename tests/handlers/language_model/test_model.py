@@ -135,7 +135,7 @@ def compare_weights(right: Any, model: LanguageModel) -> None:
 def test_weights_of_another_type_than_the_config_says(
     tmp_path: Path, kind: str, said: str | None, stored: str
 ) -> None:
-    """transformers takes the type of the config, else that of the file."""
+    """transformers uses the type in config.json or, if there is none, the type in the file."""
     right, model = written(tmp_path, kind, said, stored)
     compare_weights(right, model)
     rows, ids = model.causal.new_rows(8), [[5, 17, 60, 3]]
@@ -162,7 +162,8 @@ async def test_workers_share_what_was_converted(tmp_path: Path) -> None:
     async with gateway_here(tmp_path / "state", drain_s=1.0) as gateway:
         given = {"snapshot": str(tmp_path / "weights"), "concurrency": 4, "scale.min": 2}
         function = await gateway.deploy(HANDLER, given, name="llm")
-        # A spawned worker would have a copy of its own.
+        # A warning says that the type differs. The workers are forked and share the converted weights; a
+        # spawned worker would have its own copy.
         [warning] = function.described["warnings"]
         assert warning.startswith("Most weights do not have config.json's torch.float32.")
         await function.settled(ready=2)

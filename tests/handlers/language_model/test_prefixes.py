@@ -1,4 +1,6 @@
-"""Sequences whose beginnings are stored have the same tokens as without. Models, snapshots and mappings are real."""
+"""Sequences whose beginnings are stored have the same tokens as sequences without stored prefixes. Models,
+snapshots and mappings are real.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ async def test_the_tokens_after_a_stored_prefix(
     monkeypatch.setattr(ChunkTimes, "tokens_within", lambda *_: 7)
     model, prefixes = stored(kind, tmp_path)
     engine = Engine(model, 4, 400, prefixes)
-    # Rows with and without a prefix, and a window so small that some are made again.
+    # Rows with and without a prefix, and a window so small that some rows are computed again.
     rests = prompts(8, 30)
     given = [
         [*BEGINNINGS[number % 3].ids, *rest] if number % 3 < 2 else rest for number, rest in enumerate(rests)
@@ -55,7 +57,7 @@ def test_the_longest_prefix_counts(tmp_path: Path) -> None:
     _, prefixes = stored("llama", tmp_path)
     short, long = (list(prefix.ids) for prefix in BEGINNINGS)
     assert prefixes.longest([*long, 1]) == BEGINNINGS[1]
-    # A token must be left to read.
+    # At least one token of the prompt must follow the prefix.
     assert prefixes.longest(long) is None
     assert prefixes.longest([*short, 1]) == BEGINNINGS[0]
     assert prefixes.longest([1, *short]) is None
@@ -63,7 +65,7 @@ def test_the_longest_prefix_counts(tmp_path: Path) -> None:
 
 def test_the_bytes_are_mapped_and_not_copied(tmp_path: Path) -> None:
     model, prefixes = stored("llama", tmp_path)
-    # Pages that are not on the disk yet count as dirty.
+    # Write the pages to the disk, because unwritten pages count as dirty.
     os.sync()
     rows = model.new_rows(64)
     rows.lengths = [0]

@@ -24,7 +24,7 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each call of transformers' own function."""
+    """Return a list that gets the number of rows of each call of transformers' own function."""
     with ragged_attention():
         ours: Any = AttentionInterface()["sdpa"]
     found: list[int] = []
@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def attend(lengths: list[int], tokens: int = 1, **named: Any) -> Tensor:
-    """Call the function `sdpa` with rows of these lengths, and return what the new tokens get."""
+    """Call the function `sdpa` with rows of these lengths, and return the result for the new tokens."""
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, tokens, 8), torch.randn(2, 2, WIDTH, 8), torch.randn(2, 2, WIDTH, 8)
     starts = torch.tensor([WIDTH - length for length in lengths])

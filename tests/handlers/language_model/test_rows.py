@@ -26,7 +26,7 @@ def one_row(tokens: list[float]) -> Rows:
 
 
 def write(rows: Rows, tokens: list[list[float]]) -> list[torch.Tensor]:
-    """Do what a forward pass does. Return the keys that each layer's attention sees."""
+    """Write keys and values as a forward pass does. Return the keys that each layer's attention sees."""
     rows.extend(len(tokens[0]))
     states = torch.tensor(tokens)[:, None, :, None].expand(len(tokens), HEADS, len(tokens[0]), SIZE)
     return [layer.update(states, -states)[0] for layer in rows._layers]
@@ -56,7 +56,7 @@ def joins(rows: Rows, other: Rows) -> bool:
 
 
 class Model:
-    """The rows as lists."""
+    """Rows, and their expected keys as lists."""
 
     def __init__(self) -> None:
         self.rows, self.held, self.next = Rows(2), list[list[float]](), 1.0

@@ -165,11 +165,11 @@ def test_the_line_of_chunks_is_found(pass_s: float, token_s: float, sizes: list[
     for size in sizes:
         times.note(size, pass_s + token_s * size)
     found_pass_s, found_token_s = times.line()
-    # The line goes through the middle of the chunks, where the latest weigh most.
+    # The line goes through the weighted mean of the chunks, where the latest chunks weigh most.
     weights = [DECAY**back for back in reversed(range(len(sizes)))]
     middle = sum(weight * size for weight, size in zip(weights, sizes, strict=True)) / sum(weights)
     assert math.isclose(found_pass_s + found_token_s * middle, pass_s + token_s * middle, rel_tol=1e-6)
-    # Chunks of different sizes show both times, unless a token takes hardly any.
+    # Chunks of different sizes determine both times, unless the time of a token is negligible.
     if max(sizes[-4:]) >= 2 * min(sizes[-4:]) and token_s * middle >= 0.2 * pass_s:
         assert math.isclose(found_token_s, token_s, rel_tol=1e-3)
 
@@ -228,7 +228,9 @@ class Caller:
 
 
 def steps_of_others(window: int, greedy: bool, tenants: str = "abcdefgh") -> tuple[list[int], list[int]]:
-    """Return the steps to the first token and between tokens of seven tenants, beside an ordinary or a greedy one."""
+    """Return the steps to the first token and between tokens, for seven tenants beside an ordinary or a
+    greedy one.
+    """
     schedule, callers = (
         StepSchedule(16, window),
         [Caller(name, 7 + number) for number, name in enumerate(tenants[1:])],

@@ -17,7 +17,9 @@ SIXTEEN = frozenset({torch.bfloat16, torch.float16})
 
 @pytest.fixture(autouse=True)
 def slow(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """A processor that has no fast product of 16 bits. Notes the calls of torch's own product."""
+    """Treat the processor as one without a fast product of 16 bits. Return the recorded calls of torch's own
+    product.
+    """
     monkeypatch.setattr(module, "SLOW", SIXTEEN)
     noted = Mock(side_effect=nn.Linear.forward)
 
@@ -94,7 +96,7 @@ def test_a_model_of_16_bits_computes_the_same_logits(kind: str, slow: Mock) -> N
     rows = found.new_rows(8)
     rows.lengths = [0]
     logits = found.forward(rows, ids)
-    # The head gets one token.
+    # The head gets one token, for which torch's own product is faster.
     assert slow.call_count == 1
     assert weights == {parameter.data_ptr() for parameter in plain.parameters()}
     torch.testing.assert_close(logits, wanted, atol=0.05 * wanted.abs().max().item(), rtol=0)

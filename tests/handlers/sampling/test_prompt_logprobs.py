@@ -24,7 +24,7 @@ async def scored(engine: Engine, ids: list[int], top: int, new: int = 3) -> Prom
         if not first:
             assert found.complete
             first = found.taken()
-        # A prompt that is read again does not collect them again.
+        # A prompt that is read again does not collect its logprobs again.
         assert found.found == []
     found.found = first
     return found
@@ -51,7 +51,7 @@ async def test_a_prompt_that_is_read_in_parts_beside_others(
     if sliced:
         monkeypatch.setattr(Admission, "chunk_s", lambda _, load, **__: 1e-9 if load.rows else 0.0)
     model = tiny(kind)
-    # The window is too small for all of them, so that some are read again.
+    # The window is too small for all prompts, so that some are read again.
     engine = Engine(CausalModel(model, model.config), 4, 160)
     given = [*prompts(5, 60), [5]]
     others = [tokens(engine, one, 30) for one in prompts(3, 30, seed=2)]

@@ -162,13 +162,13 @@ def test_many_rows_at_once_are_as_one_by_one() -> None:
 def test_a_draw_is_among_the_tokens_that_the_limits_leave(
     logits: list[float], top_p: float, top_k: int, min_p: float
 ) -> None:
-    """By the definition of each limit, on the whole vocabulary."""
+    """Compute each limit by its definition, on the whole vocabulary."""
     scores = torch.tensor(logits)
     left = scores.masked_fill(scores < scores.max() + (math.log(min_p) if min_p else -math.inf), -math.inf)
     if 0 < top_k < len(scores):
         left = left.masked_fill(left < left.topk(top_k).values[-1], -math.inf)
     ordered, order = left.softmax(-1).sort(descending=True)
-    # 1e-5: sums of other orders differ in their last digits.
+    # Tolerate 1e-5, because sums in other orders differ in their last digits.
     kept = {
         int(one)
         for one, sum_before in zip(order, ordered.cumsum(-1) - ordered, strict=True)
@@ -192,7 +192,7 @@ def test_an_impossible_choice_fails_its_row_only() -> None:
 
 @pytest.mark.parametrize("failing", ["drawn", "logprobs_of"])
 def test_rows_that_fail_together_are_chosen_one_by_one(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    """With the same random numbers. Only the row that also fails alone has the error."""
+    """The single choices use the same random numbers. Only a row that also fails alone has the error."""
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     asked = [Sampling(seed=seed, top_logprobs=1) for seed in range(3)]
 

@@ -63,7 +63,7 @@ def test_the_engine_runs_in_the_fork_with_what_the_worker_has_learned(folder: Pa
 
 
 def test_kernels_are_replaced_once_a_revision_and_not_in_each_engine(folder: Path, tmp_path: Path) -> None:
-    """vLLM reads the names of all modules for that, which copies their memory in each fork."""
+    """vLLM reads the names of all modules to replace kernels, which copies their memory in each fork."""
     steps = (
         "from vllm.platforms import current_platform as platform",
         "platform.register_triton_kernel_overrides()",
@@ -158,5 +158,5 @@ def test_a_call_that_the_fork_cannot_take_is_left_to_vllm_without_a_fork(
         made = utils.get_mp_context().Process(target=print, name="x", kwargs=given | changed)
         assert (type(made).__name__, made.name) == ("SpawnProcess", "x")
         assert utils.get_mp_context().Process(target=print, name="x", kwargs=given) is waiting
-        # It runs one engine core.
+        # The waiting engine runs only one engine core.
         assert utils.get_mp_context().Process(target=print, name="y", kwargs=given) is not waiting

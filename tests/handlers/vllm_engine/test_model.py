@@ -27,7 +27,8 @@ TOOL = {"function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 
 
-# The double has these classes in other modules than vLLM, from which both offer them.
+# Classes that the double defines in other modules than vLLM. Both also offer them in the modules on the
+# right.
 OFFERED = {
     "vllm.config.device": "vllm.config",
     "vllm.config.load": "vllm.config",
@@ -50,7 +51,7 @@ def recorded() -> dict[str, list[str]]:
 
 
 def doubled(name: str) -> Any:
-    """Return a class, a method or a function of the double by its name in the recorded ones."""
+    """Return a class, a method or a function of the double by its name in `recorded`."""
     module, _, inner = name.partition(":")
     return reduce(getattr, inner.split("."), import_module(OFFERED.get(module, module)))
 

@@ -58,7 +58,7 @@ def test_a_suite_of_clients_passes(python: str, suite: str) -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(python: str) -> AsyncIterator[Gateway]:
     with pytest.MonkeyPatch.context() as patch, short_folder() as folder:
-        # Later tests of this process have our own engine again.
+        # The patch ends with the module, so later tests of this process use our own engine.
         patch.setattr(trained_model, "ENGINE", "vllm")
         async with gateway_process(folder / "state", python=python) as gateway:
             await trained_model.deploy(gateway, folder, NAME, ["make_weights.py"])

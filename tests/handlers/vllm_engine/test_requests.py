@@ -62,7 +62,7 @@ def test_the_defaults_are_those_of_vllm_except_the_limit(vllm: Any) -> None:
 def test_every_seed_is_one_for_vllm(vllm: Any, seed: int) -> None:
     request = GenerationRequest(prompt="a", seed=seed, n=128)
     params = sampling_params(request, request.sampling, 9, None, marks=False)
-    # vLLM adds the number of the answer.
+    # vLLM adds the number of the answer to the seed, and the sum must also fit.
     assert 0 <= params.seed < (1 << 63) - 128
 
 
@@ -89,12 +89,12 @@ def test_the_models_defaults_and_the_priority_reach_vllm(started: Any) -> None:
 )
 def test_formats_are_grammars_of_vllm(started: Any, output: dict[str, Any], found: str) -> None:
     llguidance = pytest.importorskip("llguidance")
-    # The double writes something else.
+    # The double answers with another text than the grammar permits.
     with contextlib.suppress(OutputInvalid):
         started.deltas(prompt="a", output=output)
     grammar = started.params().structured_outputs.grammar
     assert grammar == found
-    # vLLM checks it in this way, without a tokenizer.
+    # vLLM checks the grammar in this way, without a tokenizer.
     assert llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("grammar", grammar), None) == ""
 
 

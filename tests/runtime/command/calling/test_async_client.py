@@ -48,7 +48,7 @@ async def calling(gateway: Gateway) -> AsyncIterator[AsyncClient]:
 
 @contextlib.asynccontextmanager
 async def server(answer: Answer) -> AsyncIterator[str]:
-    """A server that gives `answer` to each request; yields its address."""
+    """Run a server that gives `answer` to each request. Yield its address."""
     runner = web.ServerRunner(web.Server(answer))
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -1,4 +1,6 @@
-"""The synchronous client: the same calls from threads, in children, with Ctrl-C, and without an end."""
+"""The synchronous client: the same calls from threads and children, with Ctrl-C, and in programs that do not
+close it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ async def handler(event):
 
 @pytest.fixture(scope="module")
 def deployed(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The name of a function of the gateway `served`."""
+    """Deploy a function to the gateway `served`. Yield its name."""
     folder = tmp_path_factory.mktemp("called")
     (folder / "handler.py").write_text(HANDLER)
     with CommandClient(served) as client:

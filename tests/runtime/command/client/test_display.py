@@ -90,7 +90,7 @@ def test_a_table_that_fits_looks_as_one_that_is_folded(rows: list[list[str]]) ->
 def test_no_control_character_reaches_a_terminal(capsys, monkeypatch, show: Callable[[str], None]) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     show(HOSTILE)
-    # A table's head is bold.
+    # Remove the codes for bold text, which the head of a table has.
     told = re.sub(r"\x1b\[[01]m", "", "".join(capsys.readouterr()))
     assert not set(told) & {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0))} - set("\n\t")
     assert "gone" in told

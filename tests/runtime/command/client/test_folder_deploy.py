@@ -73,14 +73,14 @@ def test_a_gateway_that_does_not_see_the_folder_is_sent_what_it_lacks(
         assert deploy.has_changed()
         assert largest(deploy) < 10_000
         assert answer(client) == 2
-        # The weights are one file on the gateway's disk.
+        # All revisions share one file with the weights on the gateway's disk.
         copies = list((state / "functions/far-off").glob("r*/code/model.bin"))
         assert len({copy.stat().st_ino for copy in copies}) == 1 < len(copies)
-        # The same in a command of its own, which does not know the function's name at first.
+        # A new command sends as little, although it does not know the function's name at first.
         answering(folder, 3)
         again = FolderDeploy(client, FunctionSource(folder), upload=False, check=False)
         assert largest(again) < 10_000
-        # The live revision has changed since the request for it: all files are sent.
+        # If the live revision has changed since the request for the lacking files, all files are sent.
         stale = {"revision": "r1-00000000", "lacking": ["handler.py"]}
         monkeypatch.setattr(client, "post", lambda *_path, **_body: stale)
         answering(folder, 4)

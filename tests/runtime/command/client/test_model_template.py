@@ -96,7 +96,7 @@ def test_a_folder_is_made_once_for_a_model_and_never_for_another(
         write(tmp_path / name, config, "model.safetensors", "tokenizer.json")
     made = write_function("clf", None)
     (made / "handler.py").write_text("# changed\n")
-    # The deploy has failed, and is repeated.
+    # A deploy that is repeated after a failure uses the files as they are.
     assert write_function("clf", None) == made
     assert (made / "handler.py").read_text() == "# changed\n"
     with pytest.raises(CodeError, match="already exists") as caught:

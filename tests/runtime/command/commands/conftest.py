@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the settings of the environment that the tests run in."""
+    """Remove pilotflame's settings from the environment of the tests."""
     for name in [name for name in os.environ if name.startswith("PILOTFLAME_")]:
         monkeypatch.delenv(name)
 

@@ -103,10 +103,10 @@ async def test_a_backup_has_what_was_decided_and_used(state: Path, tmp_path: Pat
         function = await gateway.deploy(ECHO, name="kept")
         await function.answer(1)
         found = await histories(gateway.client)
-        # Rows are written before they are read.
+        # The gateway writes its rows before it reads them, so the backup has them all.
         assert await command("backup", file, "--state-dir", state) == 0
     with short_folder() as folder:
-        # Folders that are missing are made.
+        # The command makes missing folders.
         assert await command("restore", file, "--state-dir", folder / "new" / "state") == 0
         async with gateway_process(folder / "new" / "state") as gateway:
             restored = await histories(gateway.client)

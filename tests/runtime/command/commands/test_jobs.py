@@ -32,13 +32,13 @@ NO_JOB = "job-aaaaaaaaaaaaaaaaaaaaaaaaaa"
 
 @pytest.fixture(scope="module")
 def served(served_for_cog: str) -> str:
-    """The commands need no plugin."""
+    """Share the gateway of the tests of Cog, because these commands need no plugin."""
     return served_for_cog
 
 
 @pytest.fixture(scope="module")
 def deploy_once(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Deploys a source at its first use; gone after the module."""
+    """Yield a function that deploys a source at its first use. The functions are deleted after the module."""
     names: dict[str, str] = {}
     with Client(served) as client:
 
@@ -62,7 +62,7 @@ def does(deploy_once: Callable[..., str]) -> str:
 
 @pytest.fixture
 def fifo(tmp_path: Path) -> Iterator[Path]:
-    """A FIFO that a handler waits for. At the end it is opened, so that a cancelled handler does not wait on."""
+    """A FIFO that a handler waits for. It is opened at the end, so that a cancelled handler stops waiting."""
     os.mkfifo(tmp_path / "fifo")
     yield tmp_path / "fifo"
     os.close(os.open(tmp_path / "fifo", os.O_RDWR | os.O_NONBLOCK))

@@ -18,7 +18,7 @@ Run = Callable[..., Any]
 
 
 def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short_tmp: Path):
-    """Made in the files, used and revoked through the gateway, seen in the files again."""
+    """Keys are created in the files, used and revoked through the gateway, and seen in the files again."""
     home = ("--state-dir", short_tmp / "keys-home")
     missing = run("keys", "list", *home)
     assert (missing.returncode, "does not exist" in missing.stderr) == (1, True)
@@ -36,21 +36,21 @@ def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short
     assert refused.returncode == 1
     assert "PILOTFLAME_API_KEY" in refused.stderr
     assert run("list", "--url", url, "--api-key", admin).returncode == 0
-    # Through the gateway's own socket, without a key; and over HTTP with one.
+    # Create a key through the gateway's own socket, which needs no key. List the keys over HTTP with a key.
     shop = json.loads(run("keys", "create", "shop", "--function", "f", "--rate", 5, *home, "--json").stdout)
     listed = json.loads(run("keys", "list", "--json", "--url", url, **with_key).stdout)["keys"]
     assert [key["name"] for key in listed] == ["laptop", "shop"]
     shown = run("keys", "list", *home).stdout
     assert "5 a second" in shown
     assert shop["key"].rpartition("_")[2] not in shown
-    # The audit log has both, also the key that was made while no gateway ran.
+    # The audit log has both keys, also the key that was created while no gateway ran.
     audit = run("logs", "--audit", "--url", url, **with_key).stdout.splitlines()
     assert 'by="the command line"' in audit[0]
     assert 'did="Create an API key"' in audit[0]
     assert 'did="Start the gateway"' in audit[1]
     assert 'from="the control socket"' in audit[2]
     assert 'name="shop"' in audit[2]
-    # By a whole key as well, which is not repeated.
+    # `revoke` also takes a whole key, and does not print it.
     revoked = run("keys", "revoke", shop["key"], "--url", url, **with_key)
     assert revoked.stdout == f"{shop['id']} is revoked\n"
     again = run("keys", "revoke", shop["key"], *home)

@@ -1,4 +1,6 @@
-"""`pilotflame move`: all that a gateway has stored gets into PostgreSQL once, whatever ends the command. PostgreSQL and gateways are real."""
+"""`pilotflame move`: everything that a gateway has stored gets into PostgreSQL exactly once, whatever ends
+the command. PostgreSQL and gateways are real.
+"""
 
 from __future__ import annotations
 
@@ -74,12 +76,12 @@ def killed(*arguments, **more):
 setattr(place, name, killed)
 main(["move", *sys.argv[2:]])
 """
-"""Runs the command, which dies at a point."""
+"""Runs the command, which kills itself at a given point."""
 
 
 @pytest.fixture
 def moved(run: Run, postgres_url: str) -> Run:
-    """Runs the command on a state folder, with a database without tables."""
+    """Return a function that runs the command on a state folder, with a database without tables."""
     return lambda state, *words: run("move", "--state-dir", state, *words, PILOTFLAME_DATABASE=postgres_url)
 
 
@@ -104,7 +106,7 @@ async def shared_store(url: str, clock: Clock) -> AsyncIterator[PostgresJobStore
 
 
 async def fill(store: SqlJobStore, clock: Clock) -> None:
-    """Store jobs of all states, with all that jobs have."""
+    """Store jobs of all states, with every kind of data that jobs have."""
     gone, _ = await store.submit(new_job(owner="o", wanted_id="expired"))
     await run_once(store, gone)
     clock.now_s += KEEP_S
@@ -138,7 +140,7 @@ async def fill(store: SqlJobStore, clock: Clock) -> None:
 
 
 async def contents(store: SqlJobStore) -> dict[str, object]:
-    """Return all that a store has."""
+    """Return everything that a store contains."""
     due = await store.due_deliveries(most=99, most_per_host=99, sending=())
     found = {"stored": await store.stored_bytes(), "alerts": await store.begun_alerts(), "due": due}
     for function, counts in (await store.all_counts()).items():
@@ -182,7 +184,7 @@ async def test_all_rows_are_moved_once(tmp_path: Path, postgres_url: str, moved:
             new_job(webhook=HOOK, idempotency="k", traceparent="00-1", priority=1)
         )
         assert (earlier, job.state) == (True, JobState.COMPLETED)
-        # Queued again, as at the start of a gateway.
+        # Jobs that run are queued again, as at the start of a gateway.
         assert await store.requeue_dead() == (1, 0)
         new, _ = await store.submit(new_job())
         assert [one.id for one in await store.newest("tone", limit=1)] == [new.id]
@@ -215,7 +217,7 @@ async def test_a_killed_move_loses_and_doubles_nothing(
     environ = {**os.environ, "PILOTFLAME_DATABASE": postgres_url}
     killed = await asyncio.to_thread(subprocess.run, command, env=environ, check=False)
     assert killed.returncode == -signal.SIGKILL
-    # Until it is known where the jobs are, no gateway runs them.
+    # No gateway starts on the folder until it is known where the jobs are.
     assert (state / MOVING_FILE).exists() == (point != "copied")
     for url in (None, postgres_url) if point != "copied" else ():
         with pytest.raises(GatewayError, match="interrupted"):
@@ -230,7 +232,9 @@ async def test_a_killed_move_loses_and_doubles_nothing(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_gateway_goes_on_with_the_jobs(postgres_url: str, moved: Run, gate: Gate) -> None:
-    """A gateway is killed while it runs a job, its folder is moved, and it starts with another one."""
+    """A gateway is killed while it runs a job, and its folder is moved. It starts again, beside another
+    gateway with the database.
+    """
     with short_folder() as folder:
         state = folder / "own" / "state"
         state.parent.mkdir()
@@ -263,7 +267,9 @@ async def test_the_gateway_goes_on_with_the_jobs(postgres_url: str, moved: Run, 
 
 
 async def _jobs(gateway: Gateway, receiver: Receiver, gate: Gate) -> list[str]:
-    """Submit a job that ends, a job that fails, a job that runs on, and three jobs that wait. Return their ids."""
+    """Submit a job that ends, a job that fails, a job that keeps running, and three jobs that wait. Return
+    their ids.
+    """
     await gateway.client.put("/v1/functions/works/secrets/TOKEN", json={"value": "kept"})
     await gateway.deploy(WORKS, {"scale.max": 1, "attempts": 2}, gate=gate, name="works")
     async with gateway.at_home() as home:
@@ -315,7 +321,8 @@ async def test_other_functions_of_the_same_name_are_refused(postgres_url: str, m
         done = await asyncio.to_thread(moved, folder / "own" / "state")
         assert done.returncode == 1
         assert "different functions of these names: both" in done.stderr
-        # This file shows that the gateway has already shared the database. Then `move` does not compare its functions.
+        # MEMBER_FILE shows that the gateway already shares the database, so `move` does not compare its
+        # functions.
         assert MEMBER_FILE == INCARNATION_FILE
         (folder / "own" / "state" / MEMBER_FILE).touch()
         assert (await asyncio.to_thread(moved, folder / "own" / "state")).returncode == 0

@@ -110,7 +110,7 @@ async def test_a_file_that_is_not_valid(
 ) -> None:
     file = tmp_path / "prefixes.json"
     file.write_text(content)
-    # In this process: a new one would import transformers, which takes seconds.
+    # Run the command in this process: a new process would import transformers, which takes seconds.
     words = ("snapshot", "prefixes", folder / "weights", file, "-o", tmp_path / "out")
     done = await asyncio.to_thread(run_here, *words)
     assert done.returncode != 0

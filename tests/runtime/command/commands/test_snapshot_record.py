@@ -148,7 +148,7 @@ def test_each_of_several_snapshots_gets_its_order(folder: Path) -> None:
     assert Manifest.read(folder / "base").first_touch == ("b.weight", "a.weight")
     assert Manifest.read(folder / "style").first_touch == ("c.weight",)
     assert (folder / "spare" / MANIFEST_NAME).read_bytes() == spare
-    # Adapters are fetched whole.
+    # Adapters are not recorded, because they are fetched whole.
     done = record(folder, "--set", "adapters.one=s3://bucket/one", "--json")
     assert done.exit_code == 0, done.exception
     assert list(json.loads(done.stdout)["snapshots"]) == ["base", "style", "spare"]

@@ -38,7 +38,8 @@ def test_a_snapshot_is_signed_and_verified(weights: Path, tmp_path: Path) -> Non
     with pytest.raises(SignatureInvalid, match="malformed"):
         run("verify", weights, "--signer", signer)
     (weights / SIGNATURE_NAME).write_bytes(signature)
-    # The signature is no asset of a manifest that is made later, and then belongs to another manifest.
+    # A later manifest does not list the signature as an asset. The signature then belongs to another
+    # manifest.
     (weights / "more.json").write_text("{}")
     run("create", weights, "--digests", "sha256")
     assert [asset.name for asset in Manifest.read(weights).assets] == ["config.json", "more.json"]

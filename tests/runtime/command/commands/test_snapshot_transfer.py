@@ -88,7 +88,7 @@ def test_pull_as_json(snapshot: Snapshot, server: FaultServer, origin: Path, tmp
         (tmp_path / "here" / SHARD).write_bytes(
             stream.read(4 * CHUNK_BYTES).ljust((origin / SHARD).stat().st_size, b"\0")
         )
-    # As a pull that was killed leaves it.
+    # A pull that was killed leaves this file behind.
     (tmp_path / "here" / MARK_NAME).write_text(Manifest.read(origin).digest)
     done = snapshot("pull", server.url, tmp_path / "here", "--part-mib", 1, "--json")
     facts = json.loads(done.stdout)
@@ -116,7 +116,7 @@ def test_variables_of_sources_are_no_settings(
     done = snapshot("pull", server.url, tmp_path / "here")
     assert done.exit_code == 0, done.output
     assert {request.headers["authorization"] for request in server.requests} == {"Bearer hush"}
-    # `serve` reads the same settings.
+    # `serve` reads the same settings, so it must accept them, too.
     assert options.gateway_settings().port
 
 

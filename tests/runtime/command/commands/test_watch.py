@@ -30,7 +30,7 @@ async def test_a_change_is_a_deploy(state):
             lambda: told("not deployed: Importing handler.py failed at handler.py, line 2"), "the mistake"
         )
         assert await answers() == 1
-        # The edited file is named, not the gateway's copy of it.
+        # The message names the edited file, not the gateway's copy of it.
         assert f"changed: {handler}" in log.read_text()
         handler.write_text("def fails():\n    1 / 0\nfails()\n")
         await until(lambda: told(f'File "{handler}", line 2, in fails'), "the traceback")

@@ -36,7 +36,7 @@ class _Receiver(BaseHTTPRequestHandler):
         self.received.put(self.headers["webhook-id"])
 
     def log_message(self, *_: Any) -> None:
-        """Nothing."""
+        """Print nothing."""
 
 
 @pytest.fixture
@@ -76,7 +76,9 @@ def test_deliveries_are_listed_and_sent_again(pilotflame: Run, does: str, receiv
 
 
 def ended(pilotflame: Run, name: str, job: str, state: str) -> dict[str, Any]:
-    """Return the job's delivery once it is in this state: the receiver sees it a moment before it is stored."""
+    """Return the job's delivery once it is in this state. The receiver gets it a moment before the gateway
+    stores the state.
+    """
     until_s = time.monotonic() + 20
     while time.monotonic() < until_s:
         told = pilotflame("webhooks", "list", name, "--job", job, "--state", state, "--json").stdout
