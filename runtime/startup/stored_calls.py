@@ -156,7 +156,7 @@ async def _connect(
     for function in functions.all():
         follow(function.record.function)
     if duties.shared:
-        duties.keep(ALERTS, lambda mine: mine and alerts.take_over())
+        duties.keep(ALERTS, alerts.take_over)
     events.called.append(prewarming.note_call)
     events.ended.append(alerts.note_end)
     events.refused.append(alerts.note_refused)

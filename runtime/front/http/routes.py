@@ -222,10 +222,15 @@ def joined(owned: Mapping[str, Iterable[Route]]) -> list[Route]:
 def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
     """Return aiohttp's routes, sorted so that a fixed path comes before a path with a variable in the same place.
 
-    aiohttp uses the first route that matches. Letters sort before "{".
+    aiohttp uses the first route that matches. Letters sort before "{". Short paths come first, because most requests have a short
+    path. Paths with a pattern come last, because a pattern may match several segments.
     """
     key = attrgetter("path", "method")
-    grouped = groupby(sorted(routes, key=key), key)
+
+    def place(route: Route) -> tuple[bool, int, str, str]:
+        return bool(_PATTERN.search(route.path)), route.path.count("/"), route.path, route.method
+
+    grouped = groupby(sorted(routes, key=place), key)
     found = {(method, path): _choose(tuple(rows)) for (path, method), rows in grouped}
     # Serve HEAD on public routes, because health checkers often send it.
     public = {

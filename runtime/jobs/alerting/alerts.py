@@ -111,10 +111,11 @@ class FunctionAlerts:
 
     # -- the other gateways with the same jobs
 
-    def take_over(self) -> None:
-        """Send the alerts from now on, instead of another gateway."""
+    def take_over(self, mine: bool) -> None:
+        """If `mine`, send the alerts from now on, instead of another gateway."""
         self._known = False
-        self._tasks.create_task(self._take_over(), name="alert")
+        if mine:
+            self._tasks.create_task(self._take_over(), name="alert")
 
     async def _take_over(self) -> None:
         # Without the store, the conditions that had begun are not known, and their ends are not sent.

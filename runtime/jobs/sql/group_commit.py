@@ -261,7 +261,9 @@ class GroupCommit(ABC):
                         self._run_alone(connection, call)
         except _NotTogetherError as error:
             LOG.debug("These changes are run one by one, since together they fail.", exc_info=error)
-            connection.execute("ROLLBACK")
+            # SQLite undoes the whole transaction itself if the disk is full.
+            if self.in_transaction(connection):
+                connection.execute("ROLLBACK")
             self.begin(connection, reading=False)
             for call in group:
                 call.error = None

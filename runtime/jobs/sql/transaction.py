@@ -184,7 +184,7 @@ class Transaction:
         if not added:
             return
         for one in (ALL, owner) if owner else (ALL,):
-            self.changes.stored[one] += added
+            self.changes.stored[one] = self.changes.stored.get(one, 0) + added
             self._add_bytes(one, added)
         if added < 0:
             self.connection.execute("DELETE FROM stored WHERE owner = ? AND bytes <= 0", (owner,))

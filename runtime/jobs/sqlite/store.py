@@ -22,6 +22,7 @@ from ..sql.store import SqlJobStore, query, transition
 from ..sql.transaction import Transaction
 from ..stored.large_bodies import LargeBodies
 from .database import Database, SqliteConnection
+from .group_counts import run_together
 from .schema import SCRIPTS
 
 DATABASE_FILE = "jobs.sqlite3"
@@ -69,7 +70,8 @@ class SqliteJobStore(SqlJobStore):
 
     def __init__(self, database: Database, **more: Any) -> None:
         """For `more` see SqlJobStore."""
-        super().__init__(database, LargeBodies(FileBlobs(database.path.with_suffix(_BODIES))), **more)
+        large = LargeBodies(FileBlobs(database.path.with_suffix(_BODIES)))
+        super().__init__(database, large, **{"together": run_together, **more})
         self._folder = database.path.parent
 
     async def requeue_dead(self, *, expired: bool = True) -> tuple[int, int]:

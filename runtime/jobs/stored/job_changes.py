@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -18,5 +17,5 @@ class JobChanges:
     """The ids of the jobs whose state, progress or pieces changed."""
     notified: bool = False
     """True if webhook deliveries may be due."""
-    stored: Counter[str] = field(default_factory=Counter)
+    stored: dict[str, int] = field(default_factory=dict)
     """The added bytes of inputs and results, by owner. `ALL` has the sum."""

@@ -6,7 +6,6 @@ The table `stored` has the bytes of each owner, and of all jobs. Transactions ch
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from ....errors import QueueFull
@@ -21,19 +20,19 @@ class StoredBytes:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._of: Counter[str] = Counter()
+        self._of: dict[str, int] = {}
 
     @property
     def of_all(self) -> int:
-        return self._of[ALL]
+        return self._of.get(ALL, 0)
 
     def load(self, found: Mapping[str, int]) -> None:
-        self._of = Counter(found)
+        self._of = dict(found)
 
     def add(self, added: Mapping[str, int]) -> None:
         """Count the changes of a committed transaction."""
         for owner, size in added.items():
-            self._of[owner] += size
+            self._of[owner] = self._of.get(owner, 0) + size
             if not self._of[owner]:
                 del self._of[owner]
 
@@ -47,9 +46,9 @@ class StoredBytes:
                 f"The gateway stores as many bytes of jobs as max_stored_bytes allows, which is {self.most}.",
                 remedy=REMEDY,
             )
-        if owner and share_used(self._of[owner] + size, free):
+        if owner and share_used((own := self._of.get(owner, 0)) + size, free):
             return QueueFull(
-                f"The gateway stores {self._of[owner]} bytes of your jobs. The rest of max_stored_bytes is kept for"
+                f"The gateway stores {own} bytes of your jobs. The rest of max_stored_bytes is kept for"
                 " other callers.",
                 remedy=REMEDY,
             )
