@@ -17,10 +17,11 @@ import orjson
 from ....errors import PilotflameError
 from ...ground.access.keys import ALL
 from ..sql.connection import SqlRow
+from ..sql.counting_transaction import CountingTransaction
 from ..sql.rows import SELECT_WITHOUT_BODIES, columns_of
 from ..sql.store import JobChange
 from ..sql.transaction import Transaction
-from ..stored.job import COUNTERS, Job, JobCounts, JobOutcome, JobState, NewJob, idempotency_digest
+from ..stored.job import COUNTERS, Job, JobOutcome, NewJob, idempotency_digest
 from .database import PostgresJobsConnection
 
 MOST_BYTES = 8 << 20
@@ -124,6 +125,12 @@ class GroupRows:
         start, size = self._part(piece)
         self._pieces.append({"job": job, "number": number, "start": start, "size": size})
 
+    def of(self, function: str, owner: str) -> Counter[str]:
+        return self.counters[function, owner]
+
+    def bytes_of(self, owner: str) -> int:
+        return self.stored[owner]
+
     def count(self, function: str, owner: str, added: dict[str, int]) -> None:
         """Add to the counters of all jobs of a function, and to those of the owner."""
         for one in (ALL, owner) if owner else (ALL,):
@@ -191,11 +198,11 @@ class GroupRows:
         return _GroupTransaction(self, *args, **more)
 
 
-class _GroupTransaction(Transaction):
+class _GroupTransaction(CountingTransaction):
     """One caller's part of a group's transaction that reads and changes GroupRows."""
 
     def __init__(self, rows: GroupRows, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+        super().__init__(rows, *args, **more)
         self._rows = rows
 
     def row(self, job_id: str, select: str = SELECT_WITHOUT_BODIES) -> SqlRow | None:
@@ -210,12 +217,6 @@ class _GroupTransaction(Transaction):
             return None
         self._rows.write()
         return super().row_of_key(digest)
-
-    def counts(self, function: str, owner: str) -> JobCounts:
-        return JobCounts(**self._rows.counters[function, owner])
-
-    def stored_bytes(self, *owners: str) -> dict[str, int]:
-        return {owner: self._rows.stored[owner] for owner in owners}
 
     def notify(self, row: SqlRow, event: str, logs: str = "") -> None:
         if row["webhook"] is not None:
@@ -232,9 +233,6 @@ class _GroupTransaction(Transaction):
             return None
         return self._rows.add_job(columns, new)
 
-    def _add_bytes(self, owner: str, added: int) -> None:
-        self._rows.add_bytes(owner, added)
-
     def _insert_result(self, number: int, outcome: JobOutcome) -> None:
         if outcome.output is not None or outcome.logs or outcome.metrics:
             self._rows.add_result(number, outcome)
@@ -243,17 +241,6 @@ class _GroupTransaction(Transaction):
     def _update(self, row: SqlRow, fields: Any) -> None:
         self._rows.update(row, fields)
         self.changes.changed.append(row["id"])
-
-    def _count_new(self, new: NewJob, state: JobState) -> None:
-        added = {COUNTERS[state]: 1}
-        if state is JobState.IN_QUEUE:
-            added["queued_bytes"] = len(new.input)
-        self._rows.count(new.function, new.owner, added)
-
-    def _count(self, row: SqlRow, was: JobState, to: JobState, *, retried: bool) -> None:
-        queued = (to is JobState.IN_QUEUE) - (was is JobState.IN_QUEUE)
-        added = {COUNTERS[was]: -1, COUNTERS[to]: 1, "queued_bytes": queued * row["size"]}
-        self._rows.count(row["function"], row["owner"], added)
 
 
 def _key(new: NewJob) -> bytes | None:

@@ -13,10 +13,9 @@ from typing import Any
 from ....errors import PilotflameError
 from ...ground.access.keys import ALL
 from ..sql import rows
-from ..sql.connection import SqlRow
+from ..sql.counting_transaction import CountingTransaction
 from ..sql.store import JobChange
 from ..sql.transaction import Transaction
-from ..stored.job import COUNTERS, JobCounts, JobState, NewJob
 from .database import SqliteConnection
 
 _COLUMNS = tuple(rows.COUNTS.split(", "))
@@ -64,7 +63,7 @@ class GroupCounts:
         """How often something was counted."""
 
     def transaction(self, *args: Any, **more: Any) -> Transaction:
-        return _CountingTransaction(self, *args, **more)
+        return CountingTransaction(self, *args, **more)
 
     def of(self, function: str, owner: str) -> dict[str, int]:
         """Return the columns of `counters`."""
@@ -93,36 +92,10 @@ class GroupCounts:
         self._added.add(owner)
 
     def write(self) -> None:
-        """Write what has changed."""
+        """Write the counters and the stored bytes that have changed."""
         counted = [(*key, *map(self._counters[key].__getitem__, _COLUMNS)) for key in self._counted]
         self._connection.executemany(_WRITE_COUNTERS, counted)
         self._connection.executemany(_WRITE_STORED, [(owner, self._stored[owner]) for owner in self._added])
         self._connection.executemany(
             _UNUSED, [(ALL, owner) for owner in self._added if self._stored[owner] <= 0]
         )
-
-
-class _CountingTransaction(Transaction):
-    """One caller's part of a group's transaction, with the counters of the group."""
-
-    def __init__(self, group: GroupCounts, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._group = group
-
-    def counts(self, function: str, owner: str) -> JobCounts:
-        return JobCounts(**self._group.of(function, owner))
-
-    def stored_bytes(self, *owners: str) -> dict[str, int]:
-        return {owner: self._group.bytes_of(owner) for owner in owners}
-
-    def _add_bytes(self, owner: str, added: int) -> None:
-        self._group.add_bytes(owner, added)
-
-    def _count_new(self, new: NewJob, state: JobState) -> None:
-        queued = {"queued_bytes": len(new.input)} if state is JobState.IN_QUEUE else {}
-        self._group.count(new.function, new.owner, {COUNTERS[state]: 1, **queued})
-
-    def _count(self, row: SqlRow, was: JobState, to: JobState, *, retried: bool) -> None:
-        queued = (to is JobState.IN_QUEUE) - (was is JobState.IN_QUEUE)
-        added = {COUNTERS[was]: -1, COUNTERS[to]: 1, "queued_bytes": queued * row["size"]}
-        self._group.count(row["function"], row["owner"], {**added, "retried": int(retried)})
