@@ -82,12 +82,11 @@ def _named(owner: str) -> str:
 
 
 def note(request: web.Request, **facts: str) -> None:
-    """Set further facts for the request's line in the audit log, such as the id of a new key. They replace the facts of
-    an earlier call.
+    """Add facts to the request's line in the audit log, such as the id of a new key.
 
     A streamed response sets `outcome`, because it sends the status before the outcome is known.
     """
-    request[FACTS] = facts
+    request[FACTS] = request.get(FACTS, {}) | facts
 
 
 def _plain(value: str) -> str:

@@ -80,7 +80,8 @@ async def test_a_deploy_that_fails_ends_its_stream_with_the_error(gateway: Gatew
     assert ("step", {"name": "import", "seconds": None}) in events
     async with gateway.at_home() as owner:
         audit = (await owner.get("/v1/logs/audit")).text
-    assert 'did=\\"Deploy a folder or a tar.gz\\" outcome=\\"422 handler_import_failed\\"' in audit
+    did = 'did=\\"Deploy a folder or a tar.gz\\"'
+    assert f'{did} function=\\"told\\" outcome=\\"422 handler_import_failed\\"' in audit
 
 
 async def test_a_deploy_that_is_malformed_is_refused_before_its_stream(gateway: Gateway):
