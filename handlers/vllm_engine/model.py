@@ -8,7 +8,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 # Let the tokenizer start no threads, because they would not survive the fork of a worker.
@@ -67,7 +67,6 @@ def configured(folder: str, engine_args: dict[str, Any]) -> Any:
     from vllm import AsyncEngineArgs  # noqa: PLC0415  vLLM is no dependency
     from vllm.config import StructuredOutputsConfig  # noqa: PLC0415
     from vllm.platforms import current_platform  # noqa: PLC0415
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: PLC0415
 
     # The backend "guidance" compiles the same grammars as pilotflame's own engine.
     given = DEFAULTS | {"structured_outputs_config": StructuredOutputsConfig(backend="guidance")}
@@ -90,8 +89,11 @@ def configured(folder: str, engine_args: dict[str, Any]) -> Any:
         engine_args.get(f"{kind}_parallel_size", 1) == 1 for kind in ("tensor", "pipeline", "prefill_context")
     ):
         # Pass the executor as a class. On processors, vLLM would replace an executor that is given by its name, because only a
-        # new process reads OpenMP's variables.
-        given["distributed_executor_backend"] = UniProcExecutor
+        # new process reads OpenMP's variables. Without this private name, vLLM chooses the executor.
+        with suppress(ImportError):
+            from vllm.v1.executor.uniproc_executor import UniProcExecutor  # noqa: PLC0415
+
+            given["distributed_executor_backend"] = UniProcExecutor
     given |= {"model": folder, "load_format": LOAD_FORMAT} | engine_args
     return AsyncEngineArgs(**given).create_engine_config()
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import signal
+import sys
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from importlib import import_module
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from pilotflame.errors import HandlerFailed, InputInvalid, Overloaded, SnapshotChanged, SnapshotError
 from pilotflame.handlers.language_model.contract import GenerationRequest
-from pilotflame.handlers.vllm_engine.model import VllmModel
+from pilotflame.handlers.vllm_engine.model import VllmModel, configured
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import NeededPart
 from pilotflame.snapshot.handle import Snapshot
@@ -86,6 +87,19 @@ def test_the_engine_gets_the_snapshot_and_the_arguments(vllm: Any, snapshot: Sna
         one.name for one in snapshot.manifest.tensors
     ]
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_without_the_executor_of_one_process_vllm_chooses_one(
+    vllm: Any, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.executor import uniproc_executor
+
+    monkeypatch.delattr(uniproc_executor, "UniProcExecutor")
+    assert configured(str(snapshot.path), {}).parallel_config.distributed_executor_backend is None
+    monkeypatch.setitem(sys.modules, uniproc_executor.__name__, None)
+    assert VllmModel(snapshot)._lack() == (
+        "this version of vLLM has no vllm.v1.executor.uniproc_executor:UniProcExecutor as expected"
+    )
 
 
 def test_arguments_that_follow_from_the_snapshot_are_refused(snapshot: Snapshot) -> None:
