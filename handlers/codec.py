@@ -229,20 +229,20 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def _dumped(plain: Any) -> bytes:
-    return orjson.dumps(plain, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+def _dumped(plain: Any, default: Callable[[Any], Any] = _plain) -> bytes:
+    return orjson.dumps(plain, default=default, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _dumped_with_long_integers(plain: Any, error: Exception) -> bytes:
     """Return the JSON of an answer with integers of over 64 bits, which orjson does not write. Raise OutputInvalid for another fault."""
     try:
-        return _dumped(_fragments(plain))
+        return _dumped(_fragments(plain), lambda value: _fragments(_plain(value)))
     except (TypeError, orjson.JSONEncodeError, RecursionError, ValueError):
         raise _not_json(plain, error) from None
 
 
 def _fragments(value: Any) -> Any:
-    """Return a value in which fragments of JSON replace the integers of over 64 bits. Models are not changed."""
+    """Return a value in which fragments of JSON replace the integers of over 64 bits. Models and arrays are not changed."""
     if isinstance(value, dict):
         return {key: _fragments(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -355,6 +355,7 @@ def test_integers_of_any_size_are_written_with_all_digits(value: int) -> None:
     with pytest.raises(OutputInvalid, match="key 1 of type int"):
         OutputCodec(None).encode({1: value})
     model = create_model("Found", n=(int, ...))
-    for nested in (dataclasses.make_dataclass("Told", ["n"])(value), {"n": {value}}):
+    told = dataclasses.make_dataclass("Told", ["n"])
+    for nested in (told(value), {"n": {value}}, [model(n=value)], np.array([value], dtype=object)):
         assert str(value).encode() in OutputCodec(None).encode(nested)[0]
     assert str(value).encode() in OutputCodec(model).encode(model(n=value))[0]
