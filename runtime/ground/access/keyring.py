@@ -184,8 +184,8 @@ class Meter:
         """
         if wait_s := self.wait_s(now_s, more, entered, model_tokens):
             if self._requests is not None:
-                # Give back the token that the refused request took in `enter`.
-                self._requests.level += 1
+                # Give back the tokens that the refused request took in `enter` and in earlier calls.
+                self._requests.level += entered
             return wait_s
         self.take(more, model_tokens)
         return 0.0

@@ -487,6 +487,16 @@ def test_parts_of_an_admitted_request_are_not_refused() -> None:
     assert meter.running == 0
 
 
+def test_a_refused_request_gives_back_all_that_it_took() -> None:
+    meter = Meter(1.0, 4, None, 0.0)
+    assert meter.enter(0.0) == 0.0
+    assert meter.widen(0.0, 2, 1) == 0.0
+    # The last token goes to another request.
+    assert meter.enter(0.0) == 0.0
+    assert meter.widen(0.0, 1, 3) == pytest.approx(1.0)
+    assert [meter.enter(0.0) for _ in range(4)] == [0.0, 0.0, 0.0, pytest.approx(1.0)]
+
+
 def test_a_request_for_several_answers_counts_as_several() -> None:
     meter = Meter(1.0, 4, 8, 0.0)
     assert meter.enter(0.0) == 0.0
