@@ -100,7 +100,7 @@ class AsyncAnswers:
     async def _written(self, pending: PendingAnswer, job: Job) -> bool:
         """Write an answer and return True, or return False if all tries fail. Raise UnknownFunction."""
         pause_s, function = FIRST_PAUSE_S, self._backend.functions.get(pending.function).function
-        for _ in range(TRIES):
+        for left in reversed(range(TRIES)):
             try:
                 await self._write(self._live(pending, function), pending, job)
             except UnknownFunction:
@@ -110,7 +110,9 @@ class AsyncAnswers:
                 self._backend.functions.log(pending.function, text)
             else:
                 return True
-            await asyncio.sleep(pause_s)
+            # Do not pause after the last try: a replay of the request would be ignored during the pause.
+            if left:
+                await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return False
 

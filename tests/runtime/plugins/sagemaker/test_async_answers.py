@@ -105,6 +105,17 @@ async def test_an_answer_is_written(gateway: Gateway, echo: Function, store: Any
     await forgotten(gateway)
 
 
+async def has_failed(gateway: Gateway, function: Function) -> None:
+    """Wait until an answer could not be written."""
+
+    async def told() -> bool:
+        return (
+            "could not be written" in (await gateway.client.get(f"/v1/functions/{function.name}/logs")).text
+        )
+
+    await until(told, "a failed write")
+
+
 async def forgotten(gateway: Gateway) -> None:
     """Wait until no answer is left to write."""
 
@@ -133,6 +144,22 @@ async def test_a_replay_of_a_written_job_writes_it_again(
         await forgotten(gateway)
         store.delete_object(Bucket="data", Key=places[-1].removeprefix("s3://data/"))
     assert places[0] == places[1]
+
+
+async def test_a_replay_after_the_last_try_writes_the_answer(
+    gateway: Gateway, endpoint: str, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A pause after the last try would keep the replay from being written.
+    monkeypatch.setattr(async_answers, "TRIES", 1)
+    monkeypatch.setattr(async_answers, "FIRST_PAUSE_S", 3600.0)
+    function = await with_secrets(await gateway.deploy(ECHO, PLACES, name="late"), "http://127.0.0.1:1")
+    path, headers = f"/sagemaker/endpoints/{function.name}/async-invocations", {"Idempotency-Key": "late"}
+    assert (await gateway.client.post(path, json=1, headers=headers)).status_code == 202
+    await has_failed(gateway, function)
+    await with_secrets(function, endpoint)
+    response = await gateway.client.post(path, json=1, headers=headers)
+    assert await written(store, response.headers["X-Amzn-SageMaker-OutputLocation"]) == {"got": 1}
+    await forgotten(gateway)
 
 
 async def test_a_large_answer_is_written_whole(gateway: Gateway, echo: Function, store: Any) -> None:
@@ -279,11 +306,7 @@ async def test_the_next_owner_of_a_name_writes_no_answer_of_the_last_one(
     path = f"/sagemaker/endpoints/{first.name}/async-invocations"
     response = await gateway.client.post(path, json=1)
     assert response.status_code == 202, response.text
-
-    async def has_failed() -> bool:
-        return "could not be written" in (await gateway.client.get(f"/v1/functions/{first.name}/logs")).text
-
-    await until(has_failed, "a failed write")
+    await has_failed(gateway, first)
     assert (await gateway.client.delete(f"/v1/functions/{first.name}")).status_code == 200
     await with_secrets(await gateway.deploy(ECHO, PLACES, name="passed-on"), endpoint)
     await forgotten(gateway)
