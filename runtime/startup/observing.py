@@ -39,6 +39,7 @@ def observe(
     # The ledger takes the last counts before the metrics drop them.
     for removed in (ledger.note_removed, metrics.forget, metering.forget):
         events.removed.append(removed)
+    events.pruned.append(metering.forget)
     events.live.append(TokenCounts(functions, keyring).follow)
     memory.followers += [metering.tell, limit.check]
     memory.note_change()

@@ -52,6 +52,8 @@ class FunctionEvents:
     """Awaited with the settings and the id of the API key of a caller's deploy. An error refuses the deploy."""
     creating: list[Callable[[str], Awaitable[object]]] = field(default_factory=list)
     """Awaited with a function's name before the first revision of the function becomes live. An error refuses the deploy."""
+    pruned: Callbacks[[str]] = field(default_factory=Callbacks)
+    """Called with a function's name when files of its old revisions were removed."""
     deleted: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when its deletion begins. From then on, the function accepts no more requests."""
     disowned: Callbacks[[str]] = field(default_factory=Callbacks)

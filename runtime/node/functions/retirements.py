@@ -124,8 +124,15 @@ class Retirements:
             self._note_removed(name)
         busy = self.busy(name, besides=old)
         busy |= {revision for function, revision in self.functions.proving if function == name}
-        store = self.functions.store
-        await self._tidy(name, lambda: store.prune(name, busy=busy) + store.sweep(name, busy=busy))
+        store, removed = self.functions.store, list[str]()
+
+        def prune() -> list[str]:
+            removed.extend(store.prune(name, busy=busy) + store.sweep(name, busy=busy))
+            return removed
+
+        await self._tidy(name, prune)
+        if removed:
+            self.functions.events.pruned(name)
 
     async def _delete(self, name: str, live: Live) -> None:
         functions = self.functions

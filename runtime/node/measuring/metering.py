@@ -50,7 +50,7 @@ class Metering:
             ledger.open_node(name, self._processes)
 
     def forget(self, function: str) -> None:
-        """Forget the figures of a deleted function."""
+        """Forget the figures of a deleted function, or of one with fewer files, whose files are then measured again."""
         self._told.pop(function, None)
 
     def close(self) -> None:

@@ -145,12 +145,12 @@ class MemoryMeter:
         # workers were measured before.
         self._changed, self._known = set[str](), set[str]()
         events = revisions.functions.events
-        for notice in (events.processes, events.activated, events.live, events.removed):
+        for notice in (events.processes, events.activated, events.live, events.pruned, events.removed):
             notice.append(self.note_change)
 
     def note_change(self, function: str = "", *_: str) -> None:
-        """Measure soon, because a process of a function has started or ended, or the function was deployed. Ignore
-        other arguments.
+        """Measure soon, because a process of a function has started or ended, or the function was deployed or pruned.
+        Ignore other arguments.
         """
         self._changes += 1
         if self._running is not None and self._measured_s > time.monotonic() - OLDEST_S:
