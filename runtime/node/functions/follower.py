@@ -29,6 +29,8 @@ class _Change:
     """A change that this gateway does not serve yet."""
 
     entry: FunctionEntry
+    secrets: dict[str, str] = field(default_factory=dict)
+    """The function's secrets before `refresh`, which drops them if the function was deleted."""
     failures: int = 0
     due_s: float = 0.0
     running: bool = False
@@ -166,7 +168,9 @@ class Follower:
         for entry in await asyncio.to_thread(self.shared.index.changes, self._seen):
             self._seen = entry.generation
             if self.shared.applied.get(entry.name, 0) < entry.generation:
-                self._open[entry.name] = _Change(entry)
+                known = self._open.get(entry.name)
+                secrets = self.rollouts.functions.secrets.of(entry.name) if known is None else known.secrets
+                self._open[entry.name] = _Change(entry, secrets)
             else:
                 self._end(entry.name)
 
@@ -185,7 +189,7 @@ class Follower:
         try:
             async with self._slots, self.rollouts.functions.lock(entry.name):
                 if self._open.get(entry.name) is change and self._lacks(entry.name):
-                    await self._apply(entry)
+                    await self._apply(change)
                     applied[entry.name] = max(entry.generation, applied.get(entry.name, 0))
         except Exception as error:  # noqa: BLE001  whatever it is, the gateway goes on to serve what it has
             self._fail(change, error)
@@ -196,14 +200,14 @@ class Follower:
         finally:
             change.running = False
 
-    async def _apply(self, entry: FunctionEntry) -> None:
-        functions, name = self.rollouts.functions, entry.name
+    async def _apply(self, change: _Change) -> None:
+        functions, entry, name = self.rollouts.functions, change.entry, change.entry.name
         self._check_live(entry)
         if entry.live is None:
-            return await self.retirements.leave(name)
+            return await self.retirements.leave(name, change.secrets)
         live, record = functions.find(name), RevisionRecord.parse(entry.live.record)
         if live is not None and not self._may_replace(live.record, record):
-            await self.retirements.leave(name)
+            await self.retirements.leave(name, change.secrets)
             live = None
         same = live is not None and live.record.revision == record.revision and not live.record.lost
         if live is None or not same:

@@ -88,9 +88,12 @@ class Retirements:
         if ending and not live.workers.observed.unfinished:
             await asyncio.wait(ending, timeout=DELETED_S)
 
-    async def leave(self, name: str) -> None:
-        """Delete a function here that another gateway has deleted. The caller holds the function's lock."""
+    async def leave(self, name: str, secrets: dict[str, str]) -> None:
+        """Delete a function here that another gateway has deleted. Its calls finish with `secrets`. The caller holds
+        the function's lock.
+        """
         if (live := self.functions.find(name)) is not None:
+            live.function.secrets = secrets
             await self.functions.tasks.complete(self._take_away(name, live, followed=True))
             return
         # If the first revision of the function failed to start here, only its files exist. Remove them.

@@ -150,6 +150,33 @@ async def test_the_other_gateway_keeps_what_is_set_for_a_new_function(pair: Pair
     assert pair.other.gateway.server.functions.secrets.of("renewed") == {"TOKEN": "new"}
 
 
+async def test_calls_that_finish_after_a_deletion_elsewhere_keep_the_secrets(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    await pair.one.gateway.deploy(version(1), name="finishes")
+    path = "/v1/functions/finishes/secrets"
+    await pair.other.gateway.client.put(f"{path}/TOKEN", json={"value": "old"})
+    assert pair.other.gateway.server is not None
+    functions, follower = pair.other.gateway.server.functions, pair.other.follower
+    function = functions.get("finishes").function
+    monkeypatch.delitem(pair.group.beating, "other")
+    monkeypatch.delitem(pair.group.generations, "other")
+    assert (await pair.one.gateway.client.delete("/v1/functions/finishes")).status_code == 200
+
+    async def refresh() -> None:
+        # The gateway that was asked to delete the function has removed its secrets from the database.
+        await asyncio.to_thread(functions.secrets.forget, "finishes")
+
+    monkeypatch.setattr(follower, "refresh", refresh)
+
+    async def gone() -> bool:
+        await follower.follow()
+        return functions.find("finishes") is None
+
+    await until(gone, "the deletion on the other gateway")
+    assert function.secrets == {"TOKEN": "old"}
+
+
 async def test_deploys_of_one_name_on_two_gateways_end_with_the_same_revision(pair: Pair):
     async def deploy(member: Shared, text: str) -> None:
         await member.gateway.deploy(version(text), name="contested")
