@@ -104,7 +104,7 @@ def verify(digest: str | None, signature: Signature, request: SignedRequest) -> 
     for a key that was made without `aws`, or by an older version of pilotflame.
     """
     if digest is None:
-        raise refused(signature, "an older version made the key, so it cannot sign")
+        raise refused(signature, "it was made without aws, so it cannot sign")
     key = bytes.fromhex(digest)
     for part in (signature.day, signature.region, signature.service, "aws4_request"):
         key = hmac.digest(key, part.encode(), "sha256")

@@ -133,4 +133,4 @@ def test_a_key_without_a_signing_digest_is_refused_like_any_other(caplog: pytest
     with pytest.raises(Unauthorized) as wrong:
         check(request, "d" * 64)
     assert wrong.value.to_wire() == raised.value.to_wire()
-    assert f"{ID} is refused: an older version made the key" in caplog.text
+    assert f"{ID} is refused: it was made without aws" in caplog.text
