@@ -91,10 +91,10 @@ def describe_local(
         versions = {
             file.name: file_version(file.stat()) for file in root.glob(f"*{SUFFIX}") if file.is_file()
         }
-        manifest = create(snapshot)
+        manifest = _needed(create(snapshot), part, log)
     else:
-        manifest, versions = found, _compared_earlier(found, earlier)
-    manifest = _needed(manifest, part, log)
+        manifest = _needed(found, part, log)
+        versions = _compared_earlier((found, manifest), earlier)
     manifest.write(folder / MANIFEST_FILE)
     remedy = f"Make the manifest again: pilotflame snapshot create {root}" if found else "Deploy again."
     _write_versions(root, manifest, versions, folder, remedy)
@@ -133,17 +133,19 @@ def compare_received(snapshot: Path, folder: Path) -> None:
     _enlarge_pages(root, manifest)
 
 
-def _compared_earlier(manifest: Manifest, folder: Path | None) -> dict[str, str]:
-    """Return the versions of the shards that were compared with the same manifest for the revision in `folder`; nothing
-    if its manifest differs.
+def _compared_earlier(manifests: Iterable[Manifest], folder: Path | None) -> dict[str, str]:
+    """Return the versions of the shards that were compared with one of the manifests for the revision in `folder`;
+    nothing if its manifest differs from all of them.
     """
     from ....snapshot.format.manifest import Manifest  # noqa: PLC0415
 
     with contextlib.suppress(OSError, SnapshotError):
-        # Use the versions only if the manifests are equal. If the live revision needs only a part of the snapshot, its
-        # manifest differs, because only the bytes of this part were compared.
-        if folder is not None and Manifest.read(folder / MANIFEST_FILE).digest == manifest.digest:
-            return read_versions(folder)
+        # Use the versions only if the manifests are equal. If the live revision needs only another part of the
+        # snapshot, its manifest differs, because only the bytes of that part were compared.
+        if folder is not None:
+            earlier = Manifest.read(folder / MANIFEST_FILE).digest
+            if any(earlier == manifest.digest for manifest in manifests):
+                return read_versions(folder)
     return {}
 
 

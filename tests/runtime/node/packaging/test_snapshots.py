@@ -23,7 +23,8 @@ from pilotflame.runtime.ground.access.deploy_policy import ALL_ALLOWED
 from pilotflame.runtime.ground.settings.function_settings import SnapshotPart
 from pilotflame.runtime.ground.settings.gateway_settings import read_gateway_settings
 from pilotflame.runtime.node.packaging.code import pack
-from pilotflame.runtime.node.packaging.snapshots import SourceRules, describe_remote
+from pilotflame.runtime.node.packaging.snapshots import SourceRules, describe_local, describe_remote
+from pilotflame.snapshot.format.compared import ComparedShards
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, SIGNATURE_NAME, Manifest
 from pilotflame.snapshot.format.signature import make_key, sign
@@ -253,6 +254,32 @@ async def test_local_weights_are_compared_in_the_background_and_only_after_a_cha
     (weights / "1_Pooling").symlink_to("1_Pooling")
     async with gateway_here(state, snapshot_signers=(signer,)) as gateway:
         await barred(gateway, "local", "source_missing", "1_Pooling cannot be followed")
+
+
+async def test_a_part_that_was_compared_is_not_read_again(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With a second name, the version of the shard has no time of the last change, which cannot be set.
+    (tmp_path / "second").hardlink_to(weights / SHARD)
+    os.utime(weights / SHARD, (1.5, 1.5))
+    reads, read = list[int](), ComparedShards._read
+
+    def counted(shards: ComparedShards, number: int, descriptor: int) -> None:
+        reads.append(number)
+        read(shards, number, descriptor)
+
+    monkeypatch.setattr(ComparedShards, "_read", counted)
+    first, second = (SnapshotPart(slices={"weight": Slice(dim=0, rank=rank, world=2)}) for rank in range(2))
+    earlier, found = None, list[int]()
+    for number, part in enumerate((first, first, second, SnapshotPart(), SnapshotPart(), first)):
+        folder = tmp_path / f"r{number}"
+        folder.mkdir()
+        rules = SourceRules({}, ALL_ALLOWED, "")
+        describe_local(weights, folder, part, lambda _: None, rules, earlier=earlier, stored=False)
+        found.append(len(reads))
+        earlier = folder
+    # The other half and the whole have bytes that were not compared; the half has none that the whole lacks.
+    assert found == [1, 1, 2, 3, 3, 3]
 
 
 async def barred(gateway: Gateway, name: str, code: str, why: str) -> None:
