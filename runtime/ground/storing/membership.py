@@ -108,7 +108,8 @@ class Membership:
             self._connection = PostgresConnection(self.url)
             migrate(self._connection)
             until = self._until_of(previous)
-            if until is not None and (self._ended.wait(1.5 * BEAT_S) or self._until_of(previous) == until):
+            waited = until is not None and not self._ended.wait(1.5 * BEAT_S)
+            if waited and self._until_of(previous) == until:
                 self._connection.execute(_LEAVE, (previous,))
             self._note(self._beat([], self._report))
 

@@ -107,6 +107,20 @@ async def test_a_copy_of_a_state_folder_ends_no_living_gateway(join: Join) -> No
     assert first.duties.has("webhooks")
 
 
+async def test_a_gateway_that_closes_while_it_opens_ends_no_other_lease(
+    join: Join, postgres_url: str
+) -> None:
+    first = await join("a")
+    previous = first.incarnation
+    # No heartbeat makes a new lease of a removed one.
+    await asyncio.to_thread(_kill, first)
+    copy = Membership(postgres_url, "incarnation-copy", "copy", "1.0")
+    await asyncio.to_thread(copy.close)
+    await asyncio.to_thread(copy.open, previous)
+    copy._disconnect()
+    assert previous in [one.incarnation for one in copy.members]
+
+
 async def test_nobody_is_dead_for_a_gateway_that_was_away_itself(
     join: Join, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
