@@ -1,6 +1,4 @@
-"""Makes operations fail that CUDA would refuse. The memory of the simulated device is host memory, where they
-would succeed.
-"""
+"""Makes operations fail that CUDA would refuse. The memory of the simulated device is host memory, where they would succeed."""
 
 from __future__ import annotations
 

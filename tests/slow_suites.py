@@ -1,5 +1,4 @@
-"""Leaves out the slow suites whose paths have not changed since the commit in TESTS_CHANGED_SINCE, if the
-variable is set.
+"""Leaves out the slow suites whose paths have not changed since the commit in TESTS_CHANGED_SINCE, if the variable is set.
 
 `.ci/run` sets it to the commit that tests/all_passed.txt names, at which each suite passed. slow_suites.toml
 names the suites. All suites run if constraints.txt has changed, or the packages or pytest's settings in

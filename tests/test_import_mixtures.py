@@ -1,6 +1,4 @@
-"""What imports leave in a zygote, with real zygotes and workers: no worker gets bytes, numbers or files of
-another.
-"""
+"""What imports leave in a zygote, with real zygotes and workers: no worker gets bytes, numbers or files of another."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What `live` promises to tests: the memory of their caches is freed, and the caches of other processes
-stay.
-"""
+"""What `live` promises to tests: the memory of their caches is freed, and the caches of other processes stay."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""infra/bench/policy_*.py: replays that run together equal those of the simulator, and no plan beats
-hindsight.
-"""
+"""infra/bench/policy_*.py: replays that run together equal those of the simulator, and no plan beats hindsight."""
 
 import math
 import sys

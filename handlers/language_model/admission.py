@@ -1,5 +1,6 @@
-"""Predicts when a request gets its first token, and how fast the later tokens come. `EngineSteps` refuses requests that would be
-too late.
+"""Predicts when a request gets its first token, and how fast the later tokens come.
+
+`EngineSteps` refuses requests that would be too late.
 
 This module does no I/O and knows neither torch nor a clock. A late answer is of no use, and its work makes other answers late, too.
 So under overload a few refusals keep all other requests in time. A request with a target never slows a request without a target.
@@ -23,9 +24,7 @@ LENGTHS = 200
 SHARE = 0.9
 """The share of the shortest target time for a token that a step may take."""
 READING_SHARE = 0.75
-"""The time for reading a prompt in each step, as a share of the time of the rows' step. It is below 1, because the last layer
-may end late.
-"""
+"""The time for reading a prompt in each step, as a share of the rows' step: below 1, because the last layer may end late."""
 READING_SHARE_ABOVE = 0.25
 """As READING_SHARE, for the prompts of a tenant that has more than its share of the rows while other tenants have rows."""
 DEFAULT_LENGTH = 128

@@ -12,9 +12,7 @@ from .contract import Delta, ToolCall
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 MOST_HEAD = 1000
-"""If a call's name and the key of its arguments are within this many characters, its arguments are returned as they come.
-Otherwise the call is returned as a whole at its end.
-"""
+"""A call is returned as a whole at its end if its name and the key of its arguments are not within this many characters."""
 _HEAD = r'\s*\{\s*"name"\s*:\s*"([\w.-]{1,64})"\s*,\s*"%s"\s*:\s*(?=\{)'
 _NESTS = {"{": 1, "[": 1, "}": -1, "]": -1}
 

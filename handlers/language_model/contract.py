@@ -24,9 +24,7 @@ RESERVED = {
     "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
-"""The arguments of `apply_chat_template` that a request may not set in `chat_template_kwargs`. A `chat_template`, for example,
-is a program.
-"""
+"""The arguments of `apply_chat_template` that a request may not set in `chat_template_kwargs`. A `chat_template` is a program."""
 
 
 class ToolFunction(BaseModel):

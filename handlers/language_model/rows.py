@@ -32,8 +32,7 @@ class Rows:
         self.lengths: list[int] = []
         """The tokens of each row."""
         self.begin, self.end, self.tokens = 0, 0, 0
-        """The columns of the present forward pass. The last `tokens` of them are new. Row number i has the columns
-        [end - lengths[i], end).
+        """The columns of the present forward pass. The last `tokens` of them are new. Row number i has the columns [end - lengths[i], end).
         """
         self.least_columns = columns
         self._layers = [_Layer(self) for _ in range(layers)]

@@ -31,8 +31,7 @@ _MESSAGE_BYTES = 64 << 10
 _DEMAND = struct.Struct("!II")
 _BACKLOG = 128
 MAX_FOLLOWERS = 256
-"""How many processes may follow one fetch. Without a limit, a handler in a container could connect any number of times.
-"""
+"""How many processes may follow one fetch. Without a limit, a handler in a container could connect any number of times."""
 ACCEPT_RETRY_S = 1.0
 """The pause after a connection could not be accepted because descriptors ran out. No event says when one is free."""
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE

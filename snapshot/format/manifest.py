@@ -31,8 +31,7 @@ SIGNATURE_NAME = f"{MANIFEST_NAME}.sig"
 MAX_MANIFEST_BYTES = 128 << 20
 MAX_SHARDS = 1 << 14
 MAX_CHUNKS = 1 << 19
-"""Enough for 2 TiB of weights with the default size of chunks. Parsing this many digests takes 1 s. No other thread runs
-meanwhile."""
+"""Enough for 2 TiB of weights with the default size of chunks. Parsing this many digests takes 1 s. No other thread runs meanwhile."""
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 1 << 30
 DEFAULT_CHUNK_BYTES = 4 << 20

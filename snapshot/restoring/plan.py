@@ -85,8 +85,7 @@ class RestorePlan:
     steps: tuple[RestoreStep, ...]
     wholes: tuple[Whole, ...]
     replaced: tuple[torch.Tensor, ...]
-    """The tensors of the skeleton. Do not free them, because freeing them in a forked child would copy their pages (0.3 ms for
-    MiniLM)."""
+    """The tensors of the skeleton. Do not free them, because freeing them in a forked child would copy their pages (0.3 ms for MiniLM)."""
     device: str = CPU
     """The name of the device for the weights. See `find_device`."""
     layout: SlabLayout | None = None

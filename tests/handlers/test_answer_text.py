@@ -1,6 +1,4 @@
-"""The pieces of a text make the whole text and end before a stop string, whatever the borders of the tokens
-are.
-"""
+"""The pieces of a text make the whole text and end before a stop string, whatever the borders of the tokens are."""
 
 from __future__ import annotations
 

@@ -37,9 +37,7 @@ class Confinement(BaseModel):
     tmp: Path | None = None
     """The folder for temporary files of the process (TMPDIR)."""
     hidden: tuple[Path, ...] = ()
-    """Folders that the process cannot read, except the paths in `readable`. If there are any, it can write only to
-    `tmp` and `writable`.
-    """
+    """Folders that the process cannot read, except the paths in `readable`. If there are any, it can write only to `tmp` and `writable`."""
     readable: tuple[Path, ...] = ()
     writable: tuple[Path, ...] = ()
     """Folders in `hidden` that the process can read and write."""

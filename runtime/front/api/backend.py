@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from ...ground.storing.postgres import PostgresPool
 
 ASYNC_BODY_BYTES = 10 << 20
-"""Limit for the body of a request that becomes a job and does not wait for its end, because the gateway stores such a
-body.
-"""
+"""Limit for the body of a request that becomes a job and does not wait for its end, because the gateway stores such a body."""
 _SAME = "The same key with the same body is the same job."
 _KEY = header("Idempotency-Key", _SAME, type="string", maxLength=MAX_KEY_CHARS)
 SUBMIT_PARAMETERS: tuple[Parameter, ...] = (_KEY, header("traceparent"))

@@ -27,9 +27,7 @@ FUNCTION = Parameter(
     "function", "Describe only this function. A plugin may describe it as its platform does."
 )
 MOST_LISTED_BYTES = 16 << 10
-"""Limit for a function's schemas in the document of all functions, which omits longer schemas. `?function=NAME` returns
-them.
-"""
+"""Limit for a function's schemas in the document of all functions, which omits longer schemas. `?function=NAME` returns them."""
 _GUARD_ERRORS = (401, 403, 404, 429)
 _SECURITY_SCHEMES = {
     "key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"},

@@ -96,9 +96,7 @@ class ApiPlugin:
     always_bare: ClassVar[str] = ""
     """Paths with this beginning also exist without the prefix, unless another plugin has them; "" for none."""
     host_prefix: ClassVar[str] = ""
-    """The path below which the plugin serves requests whose Host is the host name of a function, such as
-    "/asgi/{function}".
-    """
+    """The path below which the plugin serves requests whose Host is the host name of a function, such as "/asgi/{function}"."""
     plain_paths: ClassVar[str | tuple[str, ...]] = ""
     """The beginnings of the paths of plain calls that the plugin serves as a `PlainApi` (`plain_calls.py`); "" for none."""
     unrouted: ClassVar[Mapping[str, ErrorFormat]] = {}

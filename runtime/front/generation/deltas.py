@@ -24,8 +24,7 @@ from ..http.responses import dumped, invocation_headers
 MOST_UNREAD = 64
 """Limit for the pieces of all answers that the caller has not read."""
 MOST_BYTES = 128 << 20
-"""Limit for the estimated bytes of the pieces of all answers to one request. In many protocols, the gateway keeps all
-pieces until the end.
+"""Limit for the estimated bytes of the pieces of all answers to one request. In many protocols, the gateway keeps all pieces until the end.
 """
 VALUE_BYTES = 100
 """Bytes that are counted for each JSON value of a piece: a Python object is several times as large as its JSON text."""

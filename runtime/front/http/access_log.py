@@ -11,9 +11,7 @@ from .requests import Headers
 
 UNKNOWN = "-"
 ClientOf = Callable[[Headers, asyncio.BaseTransport | None], str]
-"""Returns the IP address of a request's client, also behind a trusted proxy. Returns "" for a request over a unix
-socket.
-"""
+"""Returns the IP address of a request's client, also behind a trusted proxy. Returns "" for a request over a unix socket."""
 
 
 class AccessLog:

@@ -1,6 +1,4 @@
-"""Extends aiohttp's client connections with a time limit for request headers, a place in `OpenConnections`, typed
-errors, and an orderly end.
-"""
+"""Extends aiohttp's client connections: a time limit for headers, a place in `OpenConnections`, typed errors, an orderly end."""
 
 from __future__ import annotations
 

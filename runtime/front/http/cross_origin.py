@@ -30,9 +30,7 @@ from .routes import Route
 EVERY = "*"
 MAX_METHOD_CHARS = 20
 MAX_AGE_S = "600"
-"""Seconds for which a browser remembers the response to a preflight. With a longer time, a change of the settings takes
-effect later.
-"""
+"""Seconds for which a browser remembers the response to a preflight. With a longer time, a change of the settings takes effect later."""
 MAX_HEADERS_CHARS = 4096
 # The origins of pages that a program of this machine serves. A browser writes them in this form.
 _LOCAL = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")

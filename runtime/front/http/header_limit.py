@@ -1,5 +1,5 @@
-"""Limits the bytes of headers that a connection stores: the header of a request that is arriving, and the requests that
-have arrived behind a running request.
+"""Limits the bytes of headers that a connection stores:
+the header of a request that is arriving, and the requests that have arrived behind a running request.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class HeaderLimit:
 
     def _expect(self) -> None:
         self.arrived = False
-        """True once the whole header has arrived. After the response, it stays true if bytes of the next request may
-        have arrived already.
+        """True once the whole header has arrived. After the response, it stays true if bytes of the next request may have arrived already.
         """
         self.size = 0
         """The number of counted bytes."""

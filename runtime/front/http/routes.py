@@ -156,9 +156,7 @@ class Route:
     errors: tuple[int, ...] = (400, 404, 503)
     """The statuses of the typed errors with which the route responds. The statuses of the guard's errors are added."""
     parameters: tuple[Parameter, ...] = ()
-    """The parameters of the route. Parameters of the path may be left out if they are strings: their names are in
-    `path`.
-    """
+    """The parameters of the route. Parameters of the path may be left out if they are strings: their names are in `path`."""
     body: Any = None
     """The type of the request's body. None: there is no body."""
     body_required: bool = True

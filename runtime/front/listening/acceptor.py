@@ -15,9 +15,7 @@ from .open_connections import ConnectionPlace, OpenConnections
 LOG = logging.getLogger(__name__)
 BACKLOG = 1024
 MAX_AT_ONCE = 4
-"""Limit for the connections that one turn of the event loop accepts. Bytes that have arrived on them are read in the
-next turn.
-"""
+"""Limit for the connections that one turn of the event loop accepts. Bytes that have arrived on them are read in the next turn."""
 PAUSE_S = 1.0
 """The pause after an error such as EMFILE. No event says when a descriptor becomes free."""
 FULL = "connections are closed because all places are in use: raise the hard limit of open files (ulimit -Hn)"

@@ -19,9 +19,7 @@ SHARE_OF_FILES = 1 / 2
 """The share of the limit of open files that connections may use. Links to processes, logs and databases have the rest."""
 SHARE_OF_CLIENT = 1 / 2
 SHARE_NOT_ADMITTED = 3 / 4
-"""The shares of these connections that one client may have, and that all connections without an admitted request may
-have together.
-"""
+"""The shares of these connections that one client may have, and that all connections without an admitted request may have together."""
 MAX_FILES = 1 << 20
 MAX_LOOKS = 64
 """Limit for the connections that one search for an idle connection checks. Each new connection may cause a search."""

@@ -1,5 +1,5 @@
-"""Lets connections read in turns if more bytes have arrived on them than one read takes. The clients take turns, and so
-do the connections of each client.
+"""Lets connections read in turns if more bytes have arrived on them than one read takes.
+The clients take turns, and so do the connections of each client.
 
 Otherwise, one turn of the event loop could read from all connections, and libuv reads up to 32 times from each
 connection.

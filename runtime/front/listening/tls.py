@@ -21,8 +21,7 @@ PROTOCOLS = ("http/1.1",)
 HOST_MISMATCH = 62
 """OpenSSL's code of a certificate for another host name."""
 FileStamps: TypeAlias = tuple[tuple[int, int, int], ...]
-"""The inode, the size and the time of the last change of each file. These numbers tell whether the files have changed.
-"""
+"""The inode, the size and the time of the last change of each file. These numbers tell whether the files have changed."""
 
 
 class Certificate:
@@ -37,9 +36,7 @@ class Certificate:
         self._current = self._load()
         self._warn_of_readers()
         self.context = self._load()
-        """The TLS context of all listening sockets. This object stays the same, and gives each connection the current
-        certificate.
-        """
+        """The TLS context of all listening sockets. This object stays the same, and gives each connection the current certificate."""
         self.context.sni_callback = self._choose
 
     def reload(self) -> None:

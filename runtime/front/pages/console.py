@@ -70,9 +70,8 @@ class ConsoleFunction(TypedDict):
     rung: RungName
     next_rung: RungName | None
     next_rung_at: int | None
-    """When the keep-alive policy moves the function to `next_rung`, in Unix seconds, if no invocation comes before. The
-    time is rounded to whole seconds. Otherwise its fraction could change each second, and the row would be sent each
-    time.
+    """When the keep-alive policy moves the function to `next_rung`, in Unix seconds, if no invocation comes before. The time is rounded to
+    whole seconds. Otherwise its fraction could change each second, and the row would be sent each time.
     """
     cold_because: str
     standby: bool
@@ -86,8 +85,7 @@ class ConsoleFunction(TypedDict):
     rest_mb: float | None
     codes: dict[str, int]
     durations: list[int]
-    """The numbers of invocations by duration: one number for each of `bounds_s`, and one number for longer invocations.
-    """
+    """The numbers of invocations by duration: one number for each of `bounds_s`, and one number for longer invocations."""
     cold_starts: int
     cold_phases_s: dict[str, float]
     last_cold_phases_ms: dict[str, float]

@@ -295,9 +295,7 @@ class Keyring:
         """Quotas are measured by `meter`."""
         self._documents, self._meter = documents, meter
         self.exists = False
-        """True once a key was created, even if all keys were revoked. If it is True, the gateway refuses callers
-        without a key.
-        """
+        """True once a key was created, even if all keys were revoked. If it is True, the gateway refuses callers without a key."""
         self.current_until_s = math.inf
         """The Unix time until which the keys in memory are valid. Later, no key is accepted, because other gateways may have revoked it."""
         self._held: dict[str, Held] = {}

@@ -92,8 +92,7 @@ class Account:
         self.today, self.forgiven, self.footprint = stored
         self.day = day_of(time.time())
         self.owner: str | None = None
-        """The owner of the live revision; None before the first revision is live, and after the function was deleted.
-        """
+        """The owner of the live revision; None before the first revision is live, and after the function was deleted."""
         self.unwritten = UnwrittenUsage()
         self._counted = counted
         self.state = BudgetState.WITHIN

@@ -36,9 +36,7 @@ class Usage:
     local_s: float = 0.0
     """Seconds in which there was no process, only files. The files may have been in memory."""
     device_s: float = 0.0
-    """Seconds in which workers held a GPU, summed over the workers. A worker that holds a share of a GPU counts by this
-    share.
-    """
+    """Seconds in which workers held a GPU, summed over the workers. A worker that holds a share of a GPU counts by this share."""
     activations: float = 0.0
     """Starts of workers, without the starts by deploys."""
     memory_gb_s: float = 0.0

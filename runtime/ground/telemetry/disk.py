@@ -12,9 +12,7 @@ from ....errors import StorageFull
 
 LOG = logging.getLogger(__name__)
 PAUSE_S = 60.0
-"""The shortest pause between two messages. Without a pause, a disk that changes between full and free would fill the
-log.
-"""
+"""The shortest pause between two messages. Without a pause, a disk that changes between full and free would fill the log."""
 
 
 class Disk:

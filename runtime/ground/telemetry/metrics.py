@@ -97,8 +97,7 @@ class Totals(NamedTuple):
     by_source: Mapping[Source, Mapping[int, int]]
     """The number of invocations by their submitter, and by the status of their response."""
     durations: Sequence[int] = (0,) * (len(SECONDS) + 1)
-    """Invocations by duration: one number for each bound in SECONDS, and one number for invocations that took longer.
-    """
+    """Invocations by duration: one number for each bound in SECONDS, and one number for invocations that took longer."""
     cold_starts: int = 0
     seconds: float = 0.0
     """The sum of the durations."""

@@ -117,9 +117,7 @@ class Timeline:
     """When the worker's result arrived in the gateway."""
     responded_s: float = 0.0
     wait_s: float = 0.0
-    """How long the invocation waited in the worker. The worker measures this time and `exec_s`, the time in the
-    handler.
-    """
+    """How long the invocation waited in the worker. The worker measures this time and `exec_s`, the time in the handler."""
     exec_s: float = 0.0
     batch: int = 1
     cost: float = 1.0

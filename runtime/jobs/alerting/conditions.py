@@ -174,7 +174,7 @@ class ErrorShare(Condition):
         return one.begun_s + self.window_s / SLICES + self.window_s
 
 
-class ColdStart(NamedTuple):
+class ReportedStart(NamedTuple):
     """A cold start of a function."""
 
     at_s: float
@@ -191,8 +191,8 @@ class SlowColdStart(Condition):
     ends = "the next cold start is fast enough"
     limit_ms: float = math.inf
     # The latest cold starts of this gateway and of the others.
-    _own: ColdStart | None = None
-    _other: ColdStart | None = None
+    _own: ReportedStart | None = None
+    _other: ReportedStart | None = None
 
     @classmethod
     def of(cls, settings: Alerts, *, begun: bool, now_s: float) -> Self | None:
@@ -202,9 +202,9 @@ class SlowColdStart(Condition):
 
     def observe(self, now_s: float, call: CountedCall) -> None:
         if call.cold_start_ms is not None:
-            self.note(ColdStart(now_s, call.cold_start_ms, call.request_id))
+            self.note(ReportedStart(now_s, call.cold_start_ms, call.request_id))
 
-    def note(self, start: ColdStart) -> None:
+    def note(self, start: ReportedStart) -> None:
         self._own = start
 
     def holds(self, now_s: float) -> bool:
@@ -219,15 +219,15 @@ class SlowColdStart(Condition):
         return round(now_s - own.at_s, 3), own.took_ms, own.request_id
 
     def hear(self, now_s: float, reports: Sequence[Sequence[Any]]) -> None:
-        starts = [ColdStart(now_s - age_s, *more) for age_s, *more in (one[:3] for one in reports)]
+        starts = [ReportedStart(now_s - age_s, *more) for age_s, *more in (one[:3] for one in reports)]
         self._other = max(starts, default=self._other)
 
     def figures(self) -> Mapping[str, float | str]:
-        latest = self._latest() or ColdStart(0.0, 0.0, "")
+        latest = self._latest() or ReportedStart(0.0, 0.0, "")
         value = round(latest.took_ms, 3)
         return {"value": value, "limit": self.limit_ms, "request_id": latest.request_id}
 
-    def _latest(self) -> ColdStart | None:
+    def _latest(self) -> ReportedStart | None:
         return max((one for one in (self._own, self._other) if one is not None), default=None)
 
 

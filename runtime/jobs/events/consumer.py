@@ -61,9 +61,7 @@ class ReceivedMessages:
         self._left: set[str] = set()
         """The ids of messages that are given back to the queue, whose tasks are about to end."""
         self._again: dict[str, Message] = {}
-        """By message id, new deliveries of messages in `_left`. A delivery is run after the task of the earlier
-        delivery has ended.
-        """
+        """By message id, new deliveries of messages in `_left`. A delivery is run after the task of the earlier delivery has ended."""
         self._changed = asyncio.Event()
         """Set when a message was added to or removed from `latest`."""
         self._visibility = asyncio.Lock()

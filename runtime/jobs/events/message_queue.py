@@ -15,9 +15,7 @@ class Message:
     """One delivery of a message. `receipt` identifies the delivery in later requests to the queue."""
 
     id: str
-    """A part of the idempotency key of the message's job. No other message may have the same id, even after this
-    message was deleted.
-    """
+    """A part of the idempotency key of the message's job. No other message may have the same id, even after this message was deleted."""
     receipt: str
     body: bytes
     received: int
@@ -28,9 +26,7 @@ class Message:
     group: str = ""
     """The message group. The queue delivers the messages of a group in order. "" means that there is no order."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What a handler finds beside the body, in `context.extra["message"]`. It must be JSON, because it is stored with
-    the job.
-    """
+    """What a handler finds beside the body, in `context.extra["message"]`. It must be JSON, because it is stored with the job."""
 
 
 @dataclass(frozen=True, slots=True)

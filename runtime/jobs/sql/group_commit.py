@@ -45,9 +45,7 @@ class QueuedCall:
     result: Any = None
     error: Exception | None = None
     ended: bool = False
-    """True if the change is committed or the query was run. Then a later failure of the connection is not a failure of
-    this call.
-    """
+    """True if the change is committed or the query was run. Then a later failure of the connection is not a failure of this call."""
 
 
 _TOGETHER = attrgetter("together")

@@ -43,8 +43,7 @@ MAX_PIECES = 1000
 MAX_HOSTS = 256
 """The number of hosts of an owner that `due` examines. It takes the hosts whose deliveries are due earliest."""
 MAX_KNOWN_HOSTS = 4096
-"""`due` looks for these hosts only among the first MAX_KNOWN_HOSTS hosts of the owner, in the order of their names.
-This limits its time.
+"""`due` looks for these hosts only among the first MAX_KNOWN_HOSTS hosts of the owner, in the order of their names. This limits its time.
 """
 MAX_OWNERS = 64
 """`due` examines the first MAX_OWNERS owners, in the order of their names. It also examines the owners of the

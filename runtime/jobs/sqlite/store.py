@@ -1,5 +1,5 @@
-"""The store of one gateway: SQLite. It adds to `sql` what only a file needs: it shifts the stored times when the clock
-is set, and gives free pages back.
+"""The store of one gateway: SQLite. It adds to `sql` what only a file needs:
+it shifts the stored times when the clock is set, and gives free pages back.
 """
 
 from __future__ import annotations

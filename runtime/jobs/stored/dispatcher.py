@@ -31,9 +31,7 @@ from .job import Job, NewJob, new_job_id
 from .job_store import JobStore
 
 MIN_PREFETCH = 8
-"""The number of submitted jobs that may wait for a worker. If all workers together run more jobs at a time, that larger
-number may wait.
-"""
+"""The number of submitted jobs that may wait for a worker. If all workers together run more jobs at a time, that larger number may wait."""
 MAX_SUBMITTED = 1024
 """The most jobs of one function that are submitted at a time."""
 MAX_INPUT_BYTES = 256 << 20

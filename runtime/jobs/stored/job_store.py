@@ -1,5 +1,4 @@
-"""Defines `JobStore`: what any store of jobs does. `sqlite` has the store of one gateway, and `postgres` the store of
-several.
+"""Defines `JobStore`: what any store of jobs does. `sqlite` has the store of one gateway, and `postgres` the store of several.
 
 The methods of `JobStore` are grouped by their users. An id or a state that a method returns is durably stored. With an
 `owner`, a method treats jobs of other owners as if they did not exist. All methods raise JobStoreFailed if the store

@@ -26,9 +26,7 @@ from .job import Job, JobOutcome, NewJob
 MOST_INLINE_BYTES = 256 << 10
 """Larger bodies are blobs."""
 UNSENT_S = 60.0
-"""If a delivery still needs the large bodies of a job at the end of its retention, keep the job for this much longer,
-and check again.
-"""
+"""If a delivery still needs the large bodies of a job at the end of its retention, keep the job for this much longer, and check again."""
 THREADS = 2
 
 

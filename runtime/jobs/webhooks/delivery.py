@@ -13,13 +13,9 @@ from dataclasses import dataclass, field
 MAX_RETRY_AFTER_S = 86400.0
 """If a receiver asks to wait longer than this, the delivery waits only this long."""
 MAX_BODY_BYTES = 4 << 20
-"""A message contains an input or an output of the job up to this size. In place of a larger one, it has a link to the
-job.
-"""
+"""A message contains an input or an output of the job up to this size. In place of a larger one, it has a link to the job."""
 MAX_MESSAGE_BYTES = 2 * MAX_BODY_BYTES
-"""About the size of the largest message. An event contains the output twice, and a prediction contains the input and
-the output.
-"""
+"""About the size of the largest message. An event contains the output twice, and a prediction contains the input and the output."""
 JOB = "job:"
 """The prefix of the subject of a job's deliveries. The job's id follows the prefix."""
 GONE = 410

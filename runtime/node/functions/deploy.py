@@ -99,13 +99,10 @@ class Preparation:
     """Returns the secrets of a function."""
     progress: DeployProgress
     check: Callable[[FunctionSettings, Mapping[str, str]], None]
-    """Raises an error if the deploy is refused. `run` calls it before it builds anything, with the settings and the
-    result of `_outside`.
+    """Raises an error if the deploy is refused. `run` calls it before it builds anything, with the settings and the result of `_outside`.
     """
     policies: DeployPolicies
-    """Say whether a folder of this machine may be deployed, from where snapshots may be fetched, and who must have
-    signed them.
-    """
+    """Say whether a folder of this machine may be deployed, from where snapshots may be fetched, and which keys sign them."""
 
     def run(self) -> tuple[Path, RevisionFields]:
         """Copy and check the files of a new revision. Return its staged folder and the fields of its record.

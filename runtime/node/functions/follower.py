@@ -18,9 +18,7 @@ from .shared_revisions import SharedRevisions
 
 LOG = logging.getLogger(__name__)
 AT_A_TIME = 4
-"""The number of functions that are changed at the same time. A change may take minutes, because it may install
-requirements.
-"""
+"""The number of functions that are changed at the same time. A change may take minutes, because it may install requirements."""
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 
 
@@ -46,9 +44,8 @@ class Follower:
     advanced: Callable[[int], object]
     """Called with the new `generation` when it has grown."""
     refresh: Callable[[], Awaitable[object]]
-    """Brings API keys and secrets up to date. It is awaited after the changes are read and before they are applied.
-    Otherwise, the key of a changed function might still be unknown here, and a function with an unknown key counts as
-    trusted.
+    """Brings API keys and secrets up to date. It is awaited after the changes are read and before they are applied. Otherwise, the key of a
+    changed function might still be unknown here, and a function with an unknown key counts as trusted.
     """
     _open: dict[str, _Change] = field(default_factory=dict, init=False)
     # The newest change that was read, and the newest generation that `advanced` was called with.

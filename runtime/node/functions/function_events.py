@@ -57,15 +57,12 @@ class FunctionEvents:
     deleted: Callbacks[[str]] = field(default_factory=Callbacks)
     """Called with a function's name when its deletion begins. From then on, the function accepts no more requests."""
     disowned: Callbacks[[str]] = field(default_factory=Callbacks)
-    """Called with a function's name after `deleted`, but only on the gateway that the caller asked to delete the
-    function. So a callback may delete data that all gateways share.
-    """
+    """Called after `deleted`, only on the gateway whose caller deleted the function. So it may delete data that all gateways share."""
     logged: list[Callable[[LogLine], None]] = field(default_factory=list)
     """Called with each line of a function's log when it is written."""
     removed: Callbacks[[str]] = field(default_factory=Callbacks)
-    """Called with a function's name when its deletion has ended. Then no process of the function runs any more. If a
-    new function has the same name by then, this is not called, and the new function continues the counts of the old
-    one.
+    """Called with a function's name when its deletion has ended and no process of it runs any more. It is not called if a new function
+    has the name by then: that function continues the counts.
     """
 
 

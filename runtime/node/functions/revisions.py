@@ -1,6 +1,4 @@
-"""Makes the `Live` objects of stored revisions, with the spec of their workers, their latency curves, and the listeners
-to their events.
-"""
+"""Makes the `Live` objects of stored revisions, with the spec of their workers, their latency curves, and the listeners to their events."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ from .revision_record import RevisionRecord
 from .status import Prefetched
 
 DEPLOY_THREADS = 4
-"""The number of deploys that may work on files at the same time. Such work may take minutes, for example the
-installation of requirements.
+"""The number of deploys that may work on files at the same time. Such work may take minutes, for example the installation of requirements.
 """
 
 

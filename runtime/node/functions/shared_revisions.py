@@ -1,6 +1,4 @@
-"""Publishes the functions of this gateway to all gateways with the same database, and brings the revisions of other
-gateways to this node.
-"""
+"""Publishes the functions of this gateway to all gateways with its database, and brings revisions of others to this node."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ class GatewayPeers:
     name: str
     """The name of this gateway."""
     generations: Callable[[], Mapping[str, int]]
-    """Returns the newest change that each living gateway has followed, by the gateway's name. The result may include
-    this gateway.
-    """
+    """Returns the newest change that each living gateway has followed, by the gateway's name. The result may include this gateway."""
     news: asyncio.Condition
     """Notified when `generations` may return something else."""
 

@@ -22,8 +22,7 @@ class Workers(BaseModel, frozen=True):
 
     ready: int
     parked: int
-    """Workers whose weights have given back their device memory. A parked worker wakes faster than a new worker starts.
-    """
+    """Workers whose weights have given back their device memory. A parked worker wakes faster than a new worker starts."""
     starting: int
     draining: int
 
@@ -77,8 +76,7 @@ class SourceStatus(BaseModel, frozen=True):
     left: int
     """The number of messages that stay in the queue, because their job failed or their output could not be sent."""
     lag_s: float | None
-    """How long the latest message had waited when the gateway first received it; 0 if the queue was empty after that.
-    """
+    """How long the latest message had waited when the gateway first received it; 0 if the queue was empty after that."""
     backlog: int | None = None
     """About how many messages waited at the last query. The gateway queries this number after a request that returned
     as many messages as requested. 0 after an empty response.
@@ -144,18 +142,14 @@ class FunctionStatus(BaseModel, frozen=True):
     rest_mb: float | None = None
     """The memory (PSS) of the function's zygote and standby in MiB, at the last measurement."""
     memory_bytes: int | None = None
-    """The memory (PSS) of all processes of the function. None if the caller did not ask for it, or if it is not
-    measured yet.
-    """
+    """The memory (PSS) of all processes of the function. None if the caller did not ask for it, or if it is not measured yet."""
     last_cold_start_ms: float | None = None
     """How long the latest cold start took, of this revision or an earlier one: from the arrival of the invocation
     until it was sent to the new worker, without the handler's own time."""
     last_cold_start_phases_ms: dict[str, float] = {}
     """The phases that sum to `last_cold_start_ms`."""
     latest_cold_starts: list[ColdStart] = []
-    """The latest cold starts, the newest last. Only the status of a single function has them, not the list of all
-    functions.
-    """
+    """The latest cold starts, the newest last. Only the status of a single function has them, not the list of all functions."""
     invocations: dict[Source, dict[str, int]] = {}
     """How many invocations have ended since the gateway started, by source and by HTTP status."""
     latency_curve: list[tuple[float, float]] = []

@@ -89,9 +89,7 @@ class Container:
         self.first: ContainerChild | None = None
         """The container's first process; None until that process has connected."""
         self.remove: Callable[[], None] = lambda: None
-        """Removes the container, which ends all its processes. Does nothing until the container's first process has
-        connected.
-        """
+        """Removes the container, which ends all its processes. Does nothing until the container's first process has connected."""
         self.removing = False
         """Whether `remove` has been called."""
         self._children: set[ContainerChild] = set()

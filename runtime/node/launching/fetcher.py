@@ -61,9 +61,7 @@ if TYPE_CHECKING:
 
 MOST_MANIFESTS = 64
 CLOSE_TIMEOUT_S = 5.0
-"""How long the ending fetcher waits for its fetches to stop. Then the process ends, which closes the fetches'
-connections.
-"""
+"""How long the ending fetcher waits for its fetches to stop. Then the process ends, which closes the fetches' connections."""
 
 
 class Fetcher:

@@ -29,8 +29,7 @@ class GpuUse(NamedTuple):
     """The memory of the GPU, except the memory that the driver keeps for itself."""
     used_bytes: int
     busy_share: float | None
-    """The share of the last second in which the GPU ran something; None if that is not known, for example for a slice.
-    """
+    """The share of the last second in which the GPU ran something; None if that is not known, for example for a slice."""
 
     def is_named(self, text: str) -> bool:
         """Return True if `text`, an entry of the variable `visible`, names this GPU by its number or by the first part

@@ -76,8 +76,7 @@ class _Bounded(gzip.GzipFile):
     most_bytes: int
     """How many bytes the files may have in all."""
     header_bytes: float = _MAX_READ_BYTES
-    """How many bytes may still be read for the headers of the next member; infinity while the member's content is read.
-    """
+    """How many bytes may still be read for the headers of the next member; infinity while the member's content is read."""
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)

@@ -251,9 +251,7 @@ class UvCommand:
     root: Path
     progress: WriteLine
     lock_fd: int
-    """The descriptor of the locked file. uv inherits the descriptor, so that uv holds the lock if the gateway is
-    killed.
-    """
+    """The descriptor of the locked file. uv inherits the descriptor, so that uv holds the lock if the gateway is killed."""
     deadline_s: float
 
     def run(self, *arguments: str, environ: Mapping[str, str] = {}) -> None:

@@ -1,5 +1,5 @@
-"""Puts the parts of a snapshot that a revision needs into the revision's folder: manifest, signature, assets, and
-versions of local shards.
+"""Puts the parts of a snapshot that a revision needs into the revision's folder:
+manifest, signature, assets, and versions of local shards.
 
 If the gateway requires signatures, this module checks them, at a deploy and for stored revisions.
 """

@@ -63,9 +63,7 @@ class Deliveries:
         """`facts` describe the topic. They are added to the facts of each message. `dialect` is `Identity.dialect`."""
         self._facts, self._dialect = facts, dialect
         self.cluster = ""
-        """The id of the cluster, for the ids of messages. Another cluster may have a copy of the topic, with the same offsets and
-        times.
-        """
+        """The id of the cluster, for the ids of messages. Another cluster may have a copy of the topic, with the same offsets and times."""
         self._lock = threading.RLock()
         self._epochs: dict[int, int] = {}
         """How often each partition was assigned to this member."""

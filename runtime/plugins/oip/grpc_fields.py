@@ -1,5 +1,5 @@
-"""Reads messages of gRPC. Counts the fields in a message's bytes first and refuses too many, because protobuf makes an object
-of each field.
+"""Reads messages of gRPC.
+Counts the fields in a message's bytes first and refuses too many, because protobuf makes an object of each field.
 """
 
 from __future__ import annotations

@@ -56,9 +56,7 @@ MOST_OPEN = 4096
 MOST_STREAMED = 32
 """The limit for the requests of one stream that run, or whose answers were not sent yet."""
 FEW_FIELDS = 200
-"""The event loop itself reads messages with at most this many fields and this many values in contents. Threads read the
-others.
-"""
+"""The event loop itself reads messages with at most this many fields and this many values in contents. Threads read the others."""
 SOCKET = "run/oip.sock"
 """gRPC's unix socket in the state folder. Its path must not be longer than the path of the link socket, whose length is checked."""
 IDLE_S = 600.0

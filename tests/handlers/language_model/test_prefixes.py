@@ -1,5 +1,5 @@
-"""Sequences whose beginnings are stored have the same tokens as sequences without stored prefixes. Models,
-snapshots and mappings are real.
+"""Sequences whose beginnings are stored have the same tokens as sequences without stored prefixes.
+Models, snapshots and mappings are real.
 """
 
 from __future__ import annotations

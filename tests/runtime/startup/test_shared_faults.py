@@ -112,7 +112,8 @@ class Story:
             order = Order("job", "", number)
             body = {"input": order._asdict(), "webhook": f"{self._receiver.url}/done"}
             for node in itertools.cycle(self.running[number % len(self.running) :] + self.running):
-                with contextlib.suppress(httpx.TransportError, RuntimeError):
+                # anyio raises AttributeError if the client is closed while it connects.
+                with contextlib.suppress(httpx.TransportError, RuntimeError, AttributeError):
                     answer = await node.gateway.client.post(
                         f"/v2/{NAME}/run", json=body, headers={"Idempotency-Key": f"k{number}"}, timeout=5
                     )

@@ -1,5 +1,5 @@
-"""Provides the stand-in for `runpod` to processes that a handler starts. These processes may run the handler's file again, so
-`start` does nothing.
+"""Provides the stand-in for `runpod` to processes that a handler starts.
+These processes may run the handler's file again, so `start` does nothing.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""Assignment: free workers get batches first, busy workers get full batches shortly before they are free, and no timer is
-set again and again.
+"""Assignment:
+free workers get batches first, busy workers get full batches shortly before they are free, and no timer is set again and again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The synchronous client: the same calls from threads and children, with Ctrl-C, and in programs that do not
-close it.
-"""
+"""The synchronous client: the same calls from threads and children, with Ctrl-C, and in programs that do not close it."""
 
 from __future__ import annotations
 

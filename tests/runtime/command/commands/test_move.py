@@ -1,5 +1,5 @@
-"""`pilotflame move`: everything that a gateway has stored gets into PostgreSQL exactly once, whatever ends
-the command. PostgreSQL and gateways are real.
+"""`pilotflame move`: everything that a gateway has stored gets into PostgreSQL exactly once, whatever ends the command.
+PostgreSQL and gateways are real.
 """
 
 from __future__ import annotations

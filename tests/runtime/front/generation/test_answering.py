@@ -1,5 +1,5 @@
-"""Answers of language models, with a real gateway and worker: the number of earlier calls while a call waits, large pieces, and
-failed requests.
+"""Answers of language models, with a real gateway and worker:
+the number of earlier calls while a call waits, large pieces, and failed requests.
 """
 
 from __future__ import annotations

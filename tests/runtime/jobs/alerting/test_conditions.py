@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.jobs.alerting.conditions import (
     SLICES,
-    ColdStart,
     Condition,
     ErrorShare,
+    ReportedStart,
     SlowColdStart,
 )
 
@@ -90,7 +90,7 @@ def test_an_alert_of_before_a_restart_ends_when_the_window_has_passed() -> None:
 def test_a_change_that_was_not_stored_is_repeated_after_the_pause() -> None:
     condition: Condition = SlowColdStart(10.0, limit_ms=5.0)
     assert isinstance(condition, SlowColdStart)
-    condition.note(ColdStart(0.5, 9.0, "q1"))
+    condition.note(ReportedStart(0.5, 9.0, "q1"))
     assert condition.changed(1.0)
     condition.not_sent()
     assert not condition.changed(2.0)
@@ -102,7 +102,7 @@ def test_a_change_that_was_not_stored_is_repeated_after_the_pause() -> None:
 def test_a_fast_cold_start_ends_the_alert_of_a_slow_one() -> None:
     condition = SlowColdStart(0.0, begun=True, limit_ms=5.0)
     assert not condition.changed(1.0)
-    condition.note(ColdStart(1.5, 4.0, "q1"))
+    condition.note(ReportedStart(1.5, 4.0, "q1"))
     assert condition.changed(2.0)
     assert (condition.begun, condition.due_s(2.0)) == (False, math.inf)
 
@@ -125,8 +125,8 @@ def test_a_share_counts_the_calls_of_all_gateways() -> None:
 def test_the_latest_cold_start_of_all_gateways_decides() -> None:
     here, there = SlowColdStart(0.0, limit_ms=5.0), SlowColdStart(0.0, limit_ms=5.0)
     assert there.report(1.0) == ()
-    here.note(ColdStart(10.0, 4.0, "q1"))
-    there.note(ColdStart(1000.0, 9.0, "q2"))
+    here.note(ReportedStart(10.0, 4.0, "q1"))
+    there.note(ReportedStart(1000.0, 9.0, "q2"))
     here.hear(20.0, [there.report(1015.0)])
     assert not here.holds(20.0)
     here.hear(20.0, [there.report(1002.0)])

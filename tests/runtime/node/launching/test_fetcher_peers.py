@@ -1,5 +1,5 @@
-"""Processes of fetchers and gateways that exchange chunks: the bucket sends each chunk about once, and if one fetcher is
-killed, the others fetch its chunks elsewhere.
+"""Processes of fetchers and gateways that exchange chunks:
+the bucket sends each chunk about once, and if one fetcher is killed, the others fetch its chunks elsewhere.
 """
 
 from __future__ import annotations

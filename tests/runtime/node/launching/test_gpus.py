@@ -1,5 +1,5 @@
-"""GPUs according to the packages for NVML and amdsmi: a small library, or a module, replaces the driver, because test
-machines have no GPU.
+"""GPUs according to the packages for NVML and amdsmi:
+a small library, or a module, replaces the driver, because test machines have no GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The submitter against a gateway that is busy, slow or unreachable. With many lines, answers are written in order, and a slow
-line bounds how far the next lines run ahead.
+"""The submitter against a gateway that is busy, slow or unreachable.
+With many lines, answers are written in order, and a slow line bounds how far the next lines run ahead.
 """
 
 from __future__ import annotations
