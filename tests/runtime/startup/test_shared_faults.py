@@ -16,6 +16,7 @@ import secrets
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from shared_history import Order, SharedHistory, read_runs
 FAULTS, WITH_QUEUES = int(os.environ.get("PILOTFLAME_TEST_FAULTS", "3")), 10
 CALLERS, GATEWAYS, STOPPED_S, KEYS = 6, 3, (1.0, 30.0), 3
 END_S, ASK_AGAIN_S = 240.0, 0.25
+# While all keys have messages in flight, a poll of moto's SQS ends only after 20 s, also if a message has become visible meanwhile.
+SQS_EVERY_S, KAFKA_EVERY_S = 3.0, 0.2
 pytestmark = pytest.mark.timeout(180 + END_S + 40 * FAULTS)
 NAME = "counted"
 HANDLER = """
@@ -124,7 +127,7 @@ class Story:
                     assert answer.status_code in (503, 507), answer.text
                 await asyncio.sleep(0.05)
 
-    async def feed(self, source: str, send: Callable[[str, str], object]) -> None:
+    async def feed(self, source: str, send: Callable[[str, str], object], every_s: float) -> None:
         """Send messages to a queue, with KEYS keys in turn. `send(key, text)` blocks."""
         for turn in itertools.count():
             if self.ending.is_set():
@@ -132,7 +135,7 @@ class Story:
             order = Order(source, f"key{turn % KEYS}", turn // KEYS)
             await asyncio.to_thread(send, order.key, json.dumps(order._asdict()))
             self.history.orders.add(order)
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(every_s)
 
     async def end(self, end_s: float = END_S) -> SharedHistory:
         """Wait until the history has no faults, for at most `end_s`. Return the history."""
@@ -172,10 +175,9 @@ async def test_jobs_messages_and_webhooks_outlive_random_faults(tmp_path: Path) 
                 for _ in range(CALLERS):
                     tasks.create_task(story.submit())
                 if settings["source"]:
-                    tasks.create_task(story.feed("sqs", sqs_sender(queue, amazon)))
-                    tasks.create_task(
-                        story.feed("kafka", lambda key, text: kafka.write("orders", [text], [key]))
-                    )
+                    tasks.create_task(story.feed("sqs", sqs_sender(queue, amazon), SQS_EVERY_S))
+                    write = partial(_write, kafka)
+                    tasks.create_task(story.feed("kafka", write, KAFKA_EVERY_S))
                 for _ in range(FAULTS):
                     await asyncio.sleep(chosen.uniform(0.2, 2.0))
                     await _fault(chosen, running, server)
@@ -241,6 +243,10 @@ def sources(queue: str, endpoint: str, kafka: Cluster) -> list[dict[str, Any]]:
         {"type": "sqs", "queue": queue, "endpoint_url": endpoint},
         {"type": "kafka", "brokers": kafka.brokers, "topic": "orders", "group": "faults"},
     ]
+
+
+def _write(kafka: Cluster, key: str, text: str) -> None:
+    kafka.write("orders", [text], [key])
 
 
 def _sqs(endpoint: str) -> Any:
