@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from pilotflame.runtime.cli import cli
+from pilotflame.runtime.command.commands import doctor
 from pilotflame.runtime.command.commands.doctor import (
     containers,
     database_answers,
@@ -718,7 +719,9 @@ def test_doctor_asks_the_peers():
     assert "PILOTFLAME_PEERS_PORT" in alone.remedy
 
 
-def test_doctor_examines_the_database(postgres_url: str):
+def test_doctor_examines_the_database(postgres_url: str, monkeypatch: pytest.MonkeyPatch):
+    # A busy machine may answer late.
+    monkeypatch.setattr(doctor, "SLOW_DATABASE_MS", 10_000.0)
     check = database_answers(postgres_url)
     assert (check.name, check.verdict) == ("database", "ok")
     assert "0004_pre_members.sql" in check.found
