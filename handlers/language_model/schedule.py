@@ -47,7 +47,7 @@ class ScheduledSequence:
     """How many tokens of the prompt have been read, or are stored."""
 
     deadline_s: float = field(init=False)
-    """The order within a tenant: first come, first served. The fair queue sorts by this name."""
+    """The number of its arrival: a tenant's sequences are served in this order. The fair queue requires this attribute name."""
 
     def __post_init__(self) -> None:
         self.read, self.deadline_s = self.stored, float(self.number)

@@ -171,7 +171,8 @@ def prepare(url: str, folder: Path) -> None:
     for name in inputs:
         control.request("PUT", f"/v1/functions/{name}/secrets/TOKEN", {"value": "x"})
     spare = [control.request("POST", "/cog/predictions?function=plain", {"input": n})["id"] for n in range(3)]
-    # The first key closes the gateway, so all further requests send it. The other key may be revoked.
+    # Once there is an API key, the gateway refuses requests without a key. So all further requests send `key`. Schemathesis may revoke
+    # only the key `other`.
     key = control.request("POST", "/v1/keys", {"name": "check", "scopes": ["admin"]})["key"]
     other = control.request("POST", "/v1/keys", {"name": "spare"}, key=key)["id"]
     control.close()

@@ -27,8 +27,8 @@ If the rate grows less in both of the next two windows, the number of connection
 BUSY, BUSY_RATE = 0.85, 100e6
 """If more than the share BUSY of all processor time is used, and at least BUSY_RATE bytes per second and processor
 arrive, the number of connections does not grow: this machine is the bottleneck, and more connections would make it
-slower. At a lower rate, other work keeps the processors busy: the fetch takes less than a tenth of them (1 GB takes
-0.7 s of processor time with TLS)."""
+slower. At a lower rate, the number may grow, because other work keeps the processors busy: at BUSY_RATE, the fetch uses
+7 % of the processor time (0.7 s for 1 GB with TLS)."""
 # If less than this share of all processor time is used, the number of connections is quadrupled instead of doubled.
 IDLE = 0.5
 AGAIN_S = 2.0

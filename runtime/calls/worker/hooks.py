@@ -58,7 +58,8 @@ class WorkerHooks:
         return None
 
     async def rehearse(self, memory_mb: int | None) -> dict[str, Any]:
-        """Call `rehearse` with weights of zeros, which may use `memory_mb` of each GPU. Return the head of the PRIMED frame.
+        """Call `rehearse` with weights of zeros, and return the head of the PRIMED frame. The process may use `memory_mb` of each GPU; None
+        means no limit.
 
         The worker works without a rehearsal, too, so an error goes to the log. If a device has failed, this process cannot use
         it any more, and ends.

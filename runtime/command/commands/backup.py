@@ -84,7 +84,7 @@ def backup(*, file: Path, state_dir: Path | None, as_json: bool) -> None:
 def restore(*, file: Path, state_dir: Path | None, as_json: bool) -> None:
     """Make a state folder from a backup in FILE. The state folder must be empty or not exist.
 
-    Then start the gateway. It builds the environments of functions that were deployed with --install again.
+    Then start the gateway. A backup has no Python environments: the gateway makes the environment of a function again when it needs it.
 
     Example: pilotflame restore gateway.tar.gz --state-dir /srv/pilotflame
     """

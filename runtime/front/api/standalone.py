@@ -37,7 +37,7 @@ class Standalone:
             for route in routes
             if (route.method, route.path) == ("POST", INVOKE_PATH)
         ]
-        """The rows with which `POST /` calls the function."""
+        """The route `POST /`, which calls the function."""
         self.caller = Caller(owner=PLATFORM, scopes=frozenset({Scope.INVOKE}))
         """The caller of every request without an API key."""
         self.open_routes = frozenset({METRICS_ROUTE})

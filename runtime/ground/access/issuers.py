@@ -39,7 +39,7 @@ _REGISTRY.max_header_length = MOST_HEADER_BYTES
 
 
 class Federated(NamedTuple):
-    """The API key as which a token acts, the owner that the token names, and when the token expires."""
+    """The API key whose rights a token has, the owner that the token names, and when the token expires."""
 
     held: Held
     owner: str
@@ -70,7 +70,7 @@ class Issuers:
         self._fetched: dict[str, _Keys] = {}
 
     async def find(self, token: str, now_s: float) -> Federated:
-        """Return the API key as which a token acts. Raise Unauthorized if the token is not valid, or fits no key. Raise GatewayError if the
+        """Return the API key whose rights a token has. Raise Unauthorized if the token is not valid, or fits no key. Raise GatewayError if the
         issuer's keys cannot be fetched.
         """
         claims = _unverified(token)

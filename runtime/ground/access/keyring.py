@@ -368,7 +368,7 @@ class Keyring:
         return {name: held.meter for name, held in list(self._held.items()) if held.meter.limited}
 
     def of_issuer(self, url: str, now_s: float) -> list[Held]:
-        """Return the keys as which tokens of this issuer can act, without expired keys, and without keys whose issuer has conditions that this
+        """Return the keys whose rights tokens of this issuer can have, without expired keys, and without keys whose issuer has conditions that this
         version does not know.
         """
         return [

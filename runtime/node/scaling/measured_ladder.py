@@ -45,7 +45,9 @@ class MeasuredLadder:
         self._woken_from: tuple[RungName, float] | None = None
 
     def adopt(self, spec: LadderSpec, figures: RungFigures, slow: tuple[int, int]) -> None:
-        """Measure another revision, which begins with `figures`. `slow` has the numbers from which `count_slow` goes on."""
+        """Switch to another revision: replace the spec and the figures, and stop measuring a wake that has begun. `slow` has the revision's
+        totals so far of slow invocations and of all invocations, from which `count_slow` counts.
+        """
         self.spec, self.figures, self._counted, self._woken_from = spec, figures, slow, None
 
     @property

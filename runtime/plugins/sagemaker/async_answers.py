@@ -83,7 +83,7 @@ class AsyncAnswers:
         try:
             done = await self._written(pending, await self._ended(pending))
         except (UnknownJob, JobExpired, JobBodyMissing, UnknownFunction):
-            # The job or the function was deleted, and with it the answer or the right to write it.
+            # The job or its output no longer exists, or the function was deleted with the secrets that may write the answer.
             done = True
         except PilotflameError as error:
             # Do not raise: an error would end the task group with the deliveries of all owners.

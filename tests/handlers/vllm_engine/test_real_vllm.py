@@ -111,7 +111,7 @@ async def test_kills_end_in_answers_or_typed_errors_and_leave_nothing(served: Ga
             with contextlib.suppress(psutil.NoSuchProcess):
                 chosen.choice(victims).kill()
         assert {one.result() for one in running} <= {"[DONE]", "handler_failed", "worker_died"}
-        # Its engine ends with a worker, and a worker with its engine.
+        # If a worker is killed, its engine ends, too. If an engine is killed, its worker ends.
         for victim in victims:
             await gone(victim.pid)
     assert await stream(served) == "[DONE]"

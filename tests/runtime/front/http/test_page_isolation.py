@@ -58,7 +58,7 @@ async def app(gateway: Gateway) -> Function:
 async def sent(
     gateway: Gateway, headers: list[tuple[str, str]], host: str = "", path: str = "/", **more: str
 ) -> httpx.Response:
-    """Return the response of the app, which sends these headers. Call the app at `host`; if it is "", below the app's path."""
+    """Call the app, and return its response, which has `headers`. The URL is at `host`, or below /asgi/app if `host` is ""."""
     named = {"Host": f"{host}:{gateway.address[1]}"} if host else {}
     url = path if host else f"/asgi/app{path}"
     query = urlencode(headers, encoding="latin-1")

@@ -1,4 +1,4 @@
-"""What the accounts are told about the files of functions. Gateway and workers are real."""
+"""A function's account is charged for the files of its stored revisions, and not of removed ones. Gateway and workers are real."""
 
 from __future__ import annotations
 
