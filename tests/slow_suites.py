@@ -7,10 +7,12 @@ pyproject.toml.
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import tomllib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,9 +22,9 @@ VARIABLE = "TESTS_CHANGED_SINCE"
 
 
 def changed_files(since: str) -> list[str]:
-    """Return the files that differ from a commit, also those that are not committed.
+    """Return the files that differ from a commit, also files that are not committed.
 
-    pyproject.toml counts only if a part that `packages` returns has changed. If the commit is unknown,
+    A module counts only if it differs in more than comments, docstrings and the breaks of lines. pyproject.toml counts only if a part that `packages` returns has changed. If the commit is unknown,
     pyproject.toml alone is returned, so all suites run.
     """
     try:
@@ -30,7 +32,37 @@ def changed_files(since: str) -> list[str]:
         then = packages(_git("show", f"{since}:{SETTINGS}"))
     except subprocess.CalledProcessError:
         return [SETTINGS]
-    return [name for name in found if name != SETTINGS or packages((ROOT / SETTINGS).read_text()) != then]
+    return [
+        name for name in found
+        if (packages((ROOT / name).read_text()) != then if name == SETTINGS else not _same_code(name, since))
+    ]  # fmt: skip
+
+
+def _same_code(name: str, since: str) -> bool:
+    """Return True if a file is a module whose code is the same as at a commit."""
+    if not name.endswith(".py") or not (ROOT / name).exists():
+        return False
+    with suppress(subprocess.CalledProcessError, SyntaxError):
+        return _code((ROOT / name).read_text()) == _code(_git("show", f"{since}:{name}"))
+    return False
+
+
+def _code(text: str) -> str:
+    """Return the syntax tree of a module, without docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            body[:] = [one for one in body if not _is_text(one)]
+    return ast.dump(tree)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def packages(settings: str) -> list[object]:

@@ -64,5 +64,31 @@ def test_pyproject_toml_counts_as_changed_only_if_its_packages_have(
     assert slow_suites.changed_files(first) == ["not_committed.py", "pyproject.toml"]
 
 
+def test_a_module_counts_as_changed_only_if_its_code_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow_suites, "ROOT", tmp_path)
+    then = 'X = 1\n"""A number."""\n\n\ndef f():\n    """Return 1."""\n    return 1  # one\n'
+
+    def git(*words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    for name in ("a.py", "b.py", "gone.py", "c.md"):
+        (tmp_path / name).write_text(then)
+    git("add", ".")
+    git("commit", "-q", "-m", "it")
+    since = git("rev-parse", "HEAD").strip()
+    (tmp_path / "gone.py").unlink()
+    (tmp_path / "a.py").write_text('X = 1\n"""One."""\n\n\ndef f():\n    return (\n        1\n    )\n')
+    (tmp_path / "b.py").write_text(then.replace("X = 1", "X = 2"))
+    (tmp_path / "c.md").write_text("")
+    (tmp_path / "new.py").write_text("def")
+    git("add", ".")
+    assert slow_suites.changed_files(since) == ["b.py", "c.md", "gone.py", "new.py"]
+
+
 def test_all_suites_run_if_the_commit_is_unknown() -> None:
     assert left_out(slow_suites.changed_files("f" * 40)) == {}
