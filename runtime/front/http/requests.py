@@ -6,8 +6,7 @@ import asyncio
 import functools
 import math
 import re
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -23,6 +22,7 @@ from ....handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE, TENSORS_TYPE
 from ....handlers.caller import NORMAL
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...ground.access.keys import ALL, ANYBODY, Caller
+from ...ground.telemetry.random_ids import RandomIds
 from ...ground.telemetry.refusals import explaining
 from ...ground.telemetry.timeline import TRACEPARENT
 from .content_coding import CODINGS, unpack
@@ -73,8 +73,7 @@ BODY_TIMEOUT_S = 30.0
 STORED_REMEDY = "Put the data where the function can fetch it and send its address, or call and wait: a job's body is stored."
 TRACESTATE = re.compile(r"[\x20-\x7e]{0,512}")
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_ID_BYTES = 8
-_IDS_AT_ONCE = 256
+_IDS = RandomIds(8)
 _GRPC = re.compile(r"([0-9]{1,8})([HMSmun])")
 _GRPC_UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _DECIMAL = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
@@ -280,21 +279,10 @@ def problems(error: ValidationError) -> list[tuple[str, str]]:
     return [(".".join(map(str, one["loc"])) or "the body", one["msg"]) for one in found]
 
 
-def _generate_ids() -> Iterator[str]:
-    """Yield random ids. To save time, read the bytes of many ids from the kernel at once."""
-    while True:
-        many = secrets.token_hex(_ID_BYTES * _IDS_AT_ONCE)
-        for start in range(0, len(many), 2 * _ID_BYTES):
-            yield many[start : start + 2 * _ID_BYTES]
-
-
-_ids = _generate_ids()
-
-
 def request_id_of(headers: Headers) -> str:
     """Return the request id that the caller sent, or a new one if it is missing or malformed."""
     sent = headers.get(REQUEST_ID_HEADER)
-    return sent if sent is not None and REQUEST_ID.fullmatch(sent) else next(_ids)
+    return sent if sent is not None and REQUEST_ID.fullmatch(sent) else _IDS.next()
 
 
 def id_of(request: web.Request) -> str:

@@ -6,15 +6,14 @@ import base64
 import dataclasses
 import enum
 import hashlib
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from ...ground.telemetry.invocation_end import Source
+from ...ground.telemetry.random_ids import RandomIds
 
 if TYPE_CHECKING:
     from ...ground.settings.function_settings import FunctionSettings
@@ -27,8 +26,7 @@ BATCH_PRIORITY = 2
 EVENTS = ("start", "output", "logs", "completed")
 """The events that a webhook may subscribe to."""
 ID_PREFIX = "job-"
-IDS_AT_ONCE = 256
-_digits: list[str] = []
+_RANDOM = RandomIds(10)
 
 
 class JobState(enum.StrEnum):
@@ -249,17 +247,7 @@ def new_job_id(now_s: float) -> str:
     end.
     """
     time_ms = max(0, int(now_s * 1000)) % (1 << 48)
-    return f"{ID_PREFIX}{time_ms:012x}{_random_digits()}"
-
-
-def _random_digits() -> str:
-    # The kernel's random bytes are read for many ids at once: each read gives up the interpreter's lock, and the event loop then waits
-    # until the writing thread gives the lock back.
-    while True:
-        with suppress(IndexError):
-            return _digits.pop()
-        block = secrets.token_hex(10 * IDS_AT_ONCE)
-        _digits.extend(block[at : at + 20] for at in range(0, len(block), 20))
+    return f"{ID_PREFIX}{time_ms:012x}{_RANDOM.next()}"
 
 
 def idempotency_digest(function: str, owner: str, key: str) -> bytes | None:
