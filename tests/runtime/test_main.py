@@ -35,7 +35,7 @@ async def refuses_connections(gateway: Gateway) -> None:
                 await client.get(f"{gateway.url}/readyz")
         except httpx.ConnectError:
             return True
-        except (httpx.ReadError, httpx.RemoteProtocolError, httpx.ReadTimeout):
+        except (httpx.ReadError, httpx.RemoteProtocolError):
             # The gateway closed its listening socket before it accepted this connection, or before the request was sent.
             return False
         return False

@@ -33,7 +33,7 @@ class Acceptor:
         self._connections, self._tasks, self._make = connections, tasks, make
         self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": handshake_s}
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()
+        self._handshakes: set[asyncio.Task[Any]] = set()
         self._paused: asyncio.TimerHandle | None = None
         self._warned = False
         sock.setblocking(False)
@@ -41,14 +41,14 @@ class Acceptor:
         self._loop.add_reader(sock, self._accept)
 
     def close(self) -> None:
-        """Accept no more connections, and cancel unfinished TLS handshakes."""
+        """Accept no more connections, and cancel unfinished TLS handshakes. Open connections stay open."""
         if self.sock.fileno() < 0:
             return
         if self._paused is not None:
             self._paused.cancel()
         self._loop.remove_reader(self.sock)
         self.sock.close()
-        for task in self._opening:
+        for task in self._handshakes:
             task.cancel()
 
     def _accept(self) -> None:
@@ -67,16 +67,22 @@ class Acceptor:
                 self._warn(FULL)
                 continue
             sock.setblocking(False)
-            task = self._tasks.create_task(self._open(sock, place), name="connection")
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self._tasks.create_task(self._open(sock, place), name="connection")
 
     async def _open(self, sock: socket.socket, place: ConnectionPlace) -> None:
+        # `close` leaves this to the task: a task that is cancelled before its first step does not close its socket.
+        if self.sock.fileno() < 0:
+            sock.close()
+            return place.leave()
+        if handshake := asyncio.current_task() if self._tls else None:
+            self._handshakes.add(handshake)
         try:
             # Ignore clients that have disconnected or that do not use TLS. The transport closes their sockets.
             with contextlib.suppress(OSError):
                 await self._loop.connect_accepted_socket(lambda: self._make(place), sock, **self._tls)
         finally:
+            if handshake is not None:
+                self._handshakes.discard(handshake)
             if place.connection is None:
                 place.leave()
 
