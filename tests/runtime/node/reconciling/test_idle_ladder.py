@@ -23,8 +23,9 @@ from pilotflame.runtime.node.scaling.measured_ladder import LadderSpec
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PID = "import os\ndef handler(event):\n    return os.getpid()"
-# A worker holds much more than its zygote, so it pays to keep the zygote alone for a while.
-LARGE = f"{PID}\ndef setup(context):\n    return b'x' * (64 << 20)\n"
+# A worker holds much more than its zygote, and a zygote spares the import's half second, so it pays to keep the zygote
+# alone for a while.
+LARGE = f"import time\ntime.sleep(0.5)\n{PID}\ndef setup(context):\n    return b'x' * (64 << 20)\n"
 # Waiting costs nearly nothing, so that each rung is left within a second or two.
 PATIENT = {"price_waiting_s": 1e-9}
 IMPATIENT = {"price_waiting_s": 1.0}
