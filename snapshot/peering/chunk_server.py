@@ -69,7 +69,6 @@ class ChunkServer:
         """Accept no more connections, and end the open connections."""
         self._closed.set()
         with self._lock:
-            # A connection that is added to `_open` later is not shut here. It ends after IDLE_TIMEOUT_S without a request.
             for one in (self._sock, *self._open):
                 # Only shut the socket down. This wakes the thread that waits for the socket, and that thread closes it.
                 _shut(one)
@@ -118,9 +117,11 @@ class ChunkServer:
 
     @contextmanager
     def _listed(self, connection: socket.socket) -> Iterator[None]:
-        """While the block runs, list a connection, so that `close` ends it."""
+        """While the block runs, list a connection, so that `close` ends it. If `close` was called before, end it now."""
         with self._lock:
             self._open.add(connection)
+            if self._closed.is_set():
+                _shut(connection)
         try:
             yield
         finally:

@@ -78,10 +78,6 @@ class HttpExchange:
         DeadlineExceeded if the caller reads too slowly.
         """
         pieces = await self._next()
-        if pieces[-1].last:
-            # The response has at most 256 KiB, which the transport buffers, so set no time limit.
-            await self.response.send(pieces)
-            return
         left_s = max(0.0, self._invocation.deadline_s - time.monotonic())
         try:
             async with asyncio.timeout(left_s + LAST_EVENT_S):

@@ -266,6 +266,26 @@ def test_a_server_without_threads_to_be_had_serves_later(
     assert node.ask(f"/v1/line/{'0' * 64}")[0] == 200
 
 
+def test_the_end_of_a_server_ends_a_connection_that_is_being_opened(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pilotflame.snapshot.peering.chunk_server.HEAD_TIMEOUT_S", 10 * LIMIT_S)
+    begun, closed, secured = threading.Event(), threading.Event(), ChunkServer._secured
+
+    def late(server: ChunkServer, connection: socket.socket) -> socket.socket:
+        begun.set()
+        assert closed.wait(LIMIT_S)
+        return secured(server, connection)
+
+    monkeypatch.setattr(ChunkServer, "_secured", late)
+    (node,) = nodes(1)
+    with socket.create_connection(("127.0.0.1", node.port), LIMIT_S) as client:
+        assert begun.wait(LIMIT_S)
+        node.server.close()
+        closed.set()
+        assert client.recv(1) == b""
+
+
 def _no_thread(_thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
