@@ -27,7 +27,7 @@ class Adapters:
         """A worker sets this function before its handler runs. Until then, `open` can open only adapters that are on this node."""
 
     def __getitem__(self, name: str) -> Snapshot:
-        """Return an adapter. It may not be open yet, but its `path` and `manifest` are known. Raises NoSuchSnapshot if there is none."""
+        """Return an adapter. It may not be open yet, but its `path` and `manifest` are known. Raise NoSuchSnapshot if no adapter has this name."""
         if (found := self._named.get(name)) is not None:
             return found
         there = f"there: {', '.join(self._named)}" if self._named else "there are none"
@@ -47,8 +47,9 @@ class Adapters:
     def open(self, name: str) -> Snapshot:
         """Return an adapter with all its bytes, mapped. The first call fetches it.
 
-        Blocks, so async handlers call it with `asyncio.to_thread`. Several threads may call it at once. Raises NoSuchSnapshot
-        if there is no such adapter. Raises the error of the fetch if it fails. The next call then fetches again.
+        Block until all bytes have arrived: async handlers call this with `asyncio.to_thread`. Several threads may call it at
+        once. Raise NoSuchSnapshot if there is no such adapter. Raise the error of the fetch if it fails. The next call then
+        fetches again.
         """
         found = self[name]
         with self._locks[name]:

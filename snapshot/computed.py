@@ -5,7 +5,7 @@
     <folder>/<key>.verified    the zygote that last verified these files, and the versions of the files
     <folder>/.<key>.<random>/  a snapshot that is being written, or that a killed worker has left incomplete
 
-A snapshot is written and synced under a hidden name, and renamed when it is complete. The next worker that computes removes what
+A snapshot is written and synced under a hidden name, and renamed when it is complete. The next worker that computes a snapshot removes what
 killed workers have left. The first worker of each zygote reads all bytes of a snapshot and compares the digests. If the snapshot is
 damaged, the worker computes it again.
 """
@@ -46,7 +46,7 @@ class ComputedSnapshots:
     def open(self, key: str, compute: Callable[[Path], None]) -> Snapshot:
         """Return the snapshot with this key, mapped. If there is none, call `compute`, which writes its files to the given folder.
 
-        Blocks while another worker computes. Raises what `compute` raises, and SnapshotError if the folder cannot be written or
+        Block while another worker computes. Raise what `compute` raises, and SnapshotError if the folder cannot be written or
         stays locked, or if `compute` has written no snapshot.
         """
         found = self._open(self.folder / key, compute)
@@ -54,7 +54,7 @@ class ComputedSnapshots:
         return found
 
     def check(self) -> None:
-        """Raise SnapshotChanged if an open snapshot no longer has its bytes. The next worker that opens it computes it again."""
+        """Raise SnapshotChanged if the bytes of an open snapshot differ from its manifest. The next worker that opens it computes it again."""
         for one in self._opened:
             one.check()
 
@@ -117,7 +117,7 @@ class ComputedSnapshots:
             mark.write_bytes(facts)
 
     def _remove_others(self, place: Path) -> None:
-        """Remove the snapshots that were used least recently and do not fit into the limit."""
+        """Remove the least recently used snapshots, so that the others fit into the limit together with the new snapshot."""
         others = [path for path in self.folder.iterdir() if path.is_dir() and path != place]
         left_bytes = self.limit_bytes - _bytes(place)
         for other in sorted(others, key=_used_s, reverse=True):

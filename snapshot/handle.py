@@ -56,7 +56,7 @@ class Snapshot:
         `cache`, the shards are in that cache or are still being fetched into it, and `root` holds only the assets. In
         a container, `mounted` are the folders of this snapshot in the cache. Without `cache`, `root` holds the shards, and
         `assets` or else `root` the other files. Then `versions` has the version of each shard that was compared with the
-        manifest before (`ComparedShards`): `open` refuses shards with other bytes. If it is None, no bytes are
+        manifest before (`ComparedShards`): `open` refuses shards with other bytes. If `versions` is None, no bytes are
         compared. Without `parks`, copies to devices make no checksums, so `park` copies all weights to the
         host. `gpus` is the number of the function's GPUs. If it is not 0, the device "auto" is never the host.
         """
@@ -66,8 +66,8 @@ class Snapshot:
         self._stored = _SnapshotFiles(root, manifest, versions, assets, cache, mounted)
         self.compares = self._stored.compared is not None
         """True if `check` compares bytes. If it is False, `check` does nothing."""
-        # `_restores` is True if `load` or another process gets the weights. `_viewed` is True if `load` has returned views of
-        # the mapped files.
+        # `_restores` is True if `load` was called, or `reference`, with which another process opens the weights. `_viewed` is
+        # True if `load` has returned views of the mapped files.
         self._restores = self._viewed = False
         self.fetched = cache is not None
         """True if the weights are fetched into the node's cache."""
@@ -134,7 +134,7 @@ class Snapshot:
         `prefix` is prepended to the module's tensor names to find them in the snapshot. A tensor of the snapshot that
         the module does not have is an error, unless one of the regular expressions in `ignore` is found in its name
         (`re.search`, as in transformers). With `cast`, floating-point weights are converted to the module's dtype,
-        which copies them once for all workers of a zygote. Without `cast`, the dtypes must be equal. Raises
+        which copies them once for all workers of a zygote. Without `cast`, the dtypes must be equal. Raise
         SnapshotMismatch, which names all tensors that do not fit.
 
         `slices` is for a module that has a part of each weight, such as the module of one worker of a
@@ -146,7 +146,7 @@ class Snapshot:
         If `device` is not "cpu", the weights are copied to that device, each tensor aligned to 256 bytes. The module
         may run while they are copied. Tensors that the module has computed are moved to the device. "cuda" is the
         first CUDA device, and "cuda:1" is the second. "auto" is the first CUDA device, or the host if there is no CUDA
-        device and the function has no `resources.gpus`. Raises SnapshotError if there is no such device, or if the device
+        device and the function has no `resources.gpus`. Raise SnapshotError if there is no such device, or if the device
         has too little free memory.
         """
         with needs(_SUBJECT, "torch"):
@@ -163,7 +163,7 @@ class Snapshot:
 
         In `names`, * stands for any characters. All tensors whose name fits one of `names` are returned. As in
         `restore`, the tensors are views of the mapped snapshot, and `slices` cuts them. Call this in `setup`, because in
-        `build` nothing is mapped. Raises SnapshotMismatch if there is no such tensor or slice, and SnapshotError if
+        `build` nothing is mapped. Raise SnapshotMismatch if there is no such tensor or slice, and SnapshotError if
         the snapshot is not open.
         """
         if self._mapping is None:
@@ -179,7 +179,7 @@ class Snapshot:
     def arrived(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor and each alias with its name, once its bytes have arrived, in the order of the manifest.
 
-        The tensors are views as in `load`. Operations on them need no gate. Raises the error of the fetch.
+        The tensors are views as in `load`. Operations on them need no gate. Raise the error of the fetch.
         """
         from .restoring.views import arrived  # noqa: PLC0415
 
@@ -191,8 +191,8 @@ class Snapshot:
     def files(self) -> Path:
         """The folder with the weights and the assets. Its files are complete once all bytes have arrived.
 
-        Without a cache, this is the folder of the deploy itself, because ONNX Runtime refuses links that lead out of a folder.
-        So the assets in this folder may have changed since the deploy. The assets in `path` have not.
+        Without a cache, this is the deployed folder itself. `path` may have only links to the weights, and ONNX Runtime refuses
+        links that lead out of a folder. The assets in this folder may have changed since the deploy. The assets in `path` have not.
         """
         return self._stored.folder
 
@@ -204,7 +204,7 @@ class Snapshot:
 
     @classmethod
     def referred(cls, reference: dict[str, Any]) -> Snapshot:
-        """Return the snapshot of a `reference`, open. Raises ManifestError if its manifest is not valid, and the errors of `open`."""
+        """Return the snapshot of a `reference`, open. Raise ManifestError if its manifest is not valid, and the errors of `open`."""
         from .format.manifest import Manifest  # noqa: PLC0415
 
         cache, assets = reference["cache"], reference["assets"]
@@ -220,7 +220,7 @@ class Snapshot:
     def pin(self, stop: Callable[[], bool]) -> None:
         """Pin the files of weights that go to a device, so that the copy takes less time. End early once `stop` returns True.
 
-        A standby calls this after `rehearse`. Does nothing if the weights are fetched into the cache, because those files are
+        A standby calls this after `rehearse`. Do nothing if the weights are fetched into the cache, because those files are
         opened later.
         """
         if not self.fetched:
@@ -229,7 +229,7 @@ class Snapshot:
     def open(self, by_s: float | None = None) -> None:
         """Map the files into memory and apply the plans that `build` made. Read ahead the files that lie on a disk.
 
-        Later waits for bytes that are being fetched end at `by_s`, in monotonic seconds. Raises SnapshotChanged if a local file
+        Later waits for bytes that are being fetched end at `by_s`, in monotonic seconds. Raise SnapshotChanged if a local file
         does not have the bytes of the manifest.
         """
         with needs(_SUBJECT, "torch"):
@@ -273,7 +273,7 @@ class Snapshot:
         return gate_of(self.awaited())
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for all bytes. Raises the error of the fetch, or SourceUnavailable after `timeout_s`.
+        """Wait for all bytes. Raise the error of the fetch, or SourceUnavailable after `timeout_s`.
 
         By default, the fetch may take until the deadline of the arrival. Afterwards, each copy to a device may take
         UPLOAD_TIMEOUT_S.
@@ -323,7 +323,7 @@ class _SnapshotFiles:
         return folder_of(self._root) if self._lease is None else self._lease.root
 
     def open(self, name: str) -> int:
-        """Return a descriptor of a local shard. Raises SnapshotChanged if its bytes differ, or another SnapshotError."""
+        """Return a descriptor of a local shard. Raise SnapshotChanged if its bytes differ, or another SnapshotError."""
         from .sources.folder import FolderSource  # noqa: PLC0415  only local weights need it
 
         return (self.compared or FolderSource(self.folder)).open(name)

@@ -39,7 +39,7 @@ class Snapshots:
         self._arriving: list[Snapshot] = []
 
     def __getitem__(self, name: str) -> Snapshot:
-        """Return the snapshot with this name. Raises NoSuchSnapshot if there is none."""
+        """Return the snapshot with this name. Raise NoSuchSnapshot if there is none."""
         if (found := self._named.get(name)) is not None:
             return found
         fault = f"There is no snapshot {name!r} (there: {', '.join(self._named)})."
@@ -73,7 +73,7 @@ class Snapshots:
 
         See `Snapshot.restore`. `prefixes` and `ignore` map the name of a snapshot to its `prefix` and `ignore`. If
         several snapshots have a tensor, a snapshot whose `ignore` fits the tensor's name does not supply it.
-        Raises SnapshotMismatch if a tensor of the module is in no snapshot or in several, or does not fit, or
+        Raise SnapshotMismatch if a tensor of the module is in no snapshot or in several, or does not fit, or
         if a snapshot has a tensor that the module does not have. The error names the tensors and the snapshots.
         """
         with needs("context.snapshots", "torch"):
@@ -92,12 +92,12 @@ class Snapshots:
     # -- for workers
 
     def blank(self) -> None:
-        """Set the weights of the modules that `build` restored to zeros, as `RestoredModules.blank` does."""
+        """Set the weights of the modules that `build` restored to zeros, for a rehearsal."""
         for one in self._named.values():
             one.modules.blank()
 
     def pin(self, stop: Callable[[], bool]) -> None:
-        """Pin files for fast copies to a device, as `Snapshot.pin` does."""
+        """Pin the files of weights that go to a device, so that the copy takes less time. End early once `stop` returns True."""
         for one in self._named.values():
             one.pin(stop)
 
@@ -118,13 +118,13 @@ class Snapshots:
 
         Weights on the host are not freed: they are pages of files, which the kernel evicts itself when it needs memory.
         Weights that the handler has changed, and the modules' other tensors on the device, are copied to the host.
-        Nothing may use the modules until `unpark`. Raises SnapshotError if an upload of weights does not end in time.
+        Nothing may use the modules until `unpark`. Raise SnapshotError if an upload of weights does not end in time.
         """
         slabs = [upload.slab for one in self._named.values() for upload in one.modules.uploads]
         return sum(one.modules.park(slabs) for one in self._named.values())
 
     def finish(self) -> None:
-        """Wait until the devices have done all work of this process. Raises the error of a failed device."""
+        """Wait until the devices have done all work of this process. Raise the error of a failed device."""
         for one in self._named.values():
             one.modules.finish()
 
@@ -132,7 +132,7 @@ class Snapshots:
         """Copy the weights to their devices again. The modules keep their tensor objects, but at new addresses.
 
         The copy goes on after `unpark` returns. Before operations use the weights, call `wait`, or run the operations
-        in a `gate` that was entered after `unpark`. Raises SnapshotError if a device has too little free memory. After such
+        in a `gate` that was entered after `unpark`. Raise SnapshotError if a device has too little free memory. After such
         an error, call `unpark` again for the weights that are still parked.
         """
         for one in self._named.values():
@@ -156,7 +156,7 @@ class Snapshots:
         return gate_of([found for one in self._arriving for found in one.awaited()])
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for all bytes. Raises what `Snapshot.wait` raises, for the first snapshot that fails."""
+        """Wait for all bytes. Raise what `Snapshot.wait` raises, for the first snapshot that fails."""
         if len(self._named) == 1:
             next(iter(self._named.values())).wait(timeout_s)
             return

@@ -40,7 +40,7 @@ def publish(path: Path, mode: int = 0o644, *, durable: bool = True) -> Iterator[
 def publish_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder, which is renamed to `path` when the block ends. The caller must sync its files.
 
-    Raises SnapshotError if `path` exists and is not an empty folder. Raises CacheError for any OSError, also for an
+    Raise SnapshotError if `path` exists and is not an empty folder. Raise CacheError for any OSError, also for an
     OSError that the block raises.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):

@@ -69,7 +69,7 @@ class Lease:
     def wait(self, timeout_s: float | None = None, *, copied: bool = False) -> None:
         """Block until the snapshot is published. With `copied`, also until its copy on the disk is published.
 
-        Raises the error of the fetch or of the copy, SourceUnavailable if the fetch or the copy does not end within
+        Raise the error of the fetch or of the copy, SourceUnavailable if the fetch or the copy does not end within
         `timeout_s`, and CacheError if the copy does not begin within `timeout_s`.
         """
         if self._pull is not None:
@@ -161,7 +161,7 @@ class Cache:
         tier has it.
 
         If `reuse` is True, chunks that another snapshot of the manifest's realm has in a tier are copied from that
-        snapshot instead of being fetched. Assets are copied from folder `assets` if it has them. Raises CacheError if no
+        snapshot instead of being fetched. Assets are copied from folder `assets` if it has them. Raise CacheError if no
         tier has room, and SourceError or SnapshotCorrupt if an asset cannot be fetched.
         """
         digest = manifest.digest
@@ -201,7 +201,7 @@ class Cache:
         return [stored for tier in self.tiers for stored in tier.list()]
 
     def evict(self, digest: str) -> None:
-        """Remove a snapshot from every tier. Raises CacheError if it is in use."""
+        """Remove a snapshot from every tier. Raise CacheError if it is in use."""
         for tier in self.tiers:
             tier.evict(digest)
 

@@ -1,7 +1,7 @@
-"""Downloads a snapshot into a user's own folder. A download can be resumed, and replaces no other files.
+"""Downloads a snapshot into a user's own folder. A download can be resumed, and replaces foreign files only with `force`.
 
-While a download runs, the folder holds a mark. The mark is the file `.pilotflame.pull` with the digest of the snapshot,
-which the downloading process has locked. If that process is killed, the next download knows from the mark that the
+While a download runs, the folder holds a mark: the file `.pilotflame.pull`. It contains the digest of the snapshot, and
+the downloading process has locked it. If that process is killed, the next download knows from the mark that the
 files in the folder are a part of this snapshot, and not other weights. The manifest is written last.
 """
 
@@ -49,9 +49,9 @@ def download(
 ) -> FetchStats:
     """Download the snapshot into `folder`, and block until it is complete. Chunks that the folder has are kept.
 
-    Raises CacheError, without changing any file, if the folder holds the manifest of another snapshot, or if a link, or
+    Raise CacheError, without changing any file, if the folder holds the manifest of another snapshot, or if a link, or
     a file with another size or other bytes, has the name of one of this snapshot's files. With `force`, such files are
-    removed instead. With or without `force`, damaged files of this snapshot are repaired. Raises SnapshotCorrupt for an
+    removed instead. With or without `force`, damaged files of this snapshot are repaired. Raise SnapshotCorrupt for an
     asset that differs from the manifest, and the errors of `fetch`.
     """
     if isinstance(source, FolderSource) and Path(source.url).resolve() == folder.resolve():
@@ -103,8 +103,9 @@ class _Download:
     def accept(self, opened: ExitStack) -> None:
         """Open the shards' files at full size, and record as landed the chunks that they hold.
 
-        Until `opened` is closed, the files stay open, and a journal gets the digest of each chunk that lands. Raises CacheError if files in the folder may not be replaced, or if the disk has too little room. After a CacheError,
-        no older file has been replaced or removed, and no new file is left.
+        Until `opened` is closed, the files stay open, and a journal gets the digest of each chunk that lands. Raise
+        CacheError if files in the folder may not be replaced, or if the disk has too little room. After a CacheError, no
+        older file has been replaced or removed, and no new file is left.
         """
         learned = self._learned(opened)
         foreign = self._foreign_files()
@@ -143,7 +144,7 @@ class _Download:
     def _foreign_files(self) -> Sequence[Path]:
         """Return the paths of foreign files that have names of this snapshot's files, and so must be removed first.
 
-        Raises CacheError if a link leads out of the folder or, without `force`, if there are foreign files.
+        Raise CacheError if a link leads out of the folder or, without `force`, if there are foreign files.
         """
         found = []
         for file in self.manifest.files:
@@ -211,7 +212,7 @@ class _Download:
 
 @contextmanager
 def _mark(folder: Path) -> Iterator[int]:
-    """Open and lock the folder's mark, and yield its descriptor. Raises CacheError if it is locked."""
+    """Open and lock the folder's mark, and yield its descriptor. Raise CacheError if another download has locked it."""
     path = folder / MARK_NAME
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
@@ -237,7 +238,10 @@ def _is_made_of(found: Manifest, manifest: Manifest) -> bool:
 
 
 def _present_manifest(folder: Path, manifest: Manifest, *, force: bool) -> Manifest | None:
-    """Return the folder's manifest, or None. Raises CacheError if it is not `manifest`, unless `force`."""
+    """Return the folder's manifest, None if there is no manifest.
+
+    If it is damaged or describes other files than `manifest`, return None with `force`, and raise CacheError without.
+    """
     if not os.path.lexists(folder / MANIFEST_NAME):
         return None
     try:

@@ -30,7 +30,7 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
 
 @contextmanager
 def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S, *, read_only: bool = False) -> Iterator[int]:
-    """Open a file, lock it, and yield its descriptor. Raises CacheError after `timeout_s`.
+    """Open a file, lock it, and yield its descriptor. Raise CacheError after `timeout_s`.
 
     The file is created if it is absent. With `read_only`, it is not created, and need not be writable.
     """
@@ -45,7 +45,7 @@ def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S, *, read_only: boo
 
 
 def _lock_within(descriptor: int, path: Path, timeout_s: float) -> None:
-    """Wait for the exclusive lock. Raises CacheError after `timeout_s`."""
+    """Wait for the exclusive lock. Raise CacheError after `timeout_s`."""
     # flock has no timeout, so a thread calls it. The thread has a duplicate of the descriptor, because after a timeout
     # the caller closes its own descriptor, and another file may get that number before the thread calls flock. After a
     # timeout, the thread goes on waiting until it gets the lock, and releases it at once by closing the duplicate.

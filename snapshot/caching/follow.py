@@ -2,8 +2,8 @@
 
 The socket keeps the boundaries of messages (SOCK_SEQPACKET). A message of the fetching process is LANDED and chunk
 numbers of four bytes. The first messages are about the chunks that have landed already. The last message is ENDED and a
-JSON object: the error's wire form, or `{}` if the snapshot is published. A message of a follower is the first and the
-last chunk that it waits for. If a connection closes without ENDED, the fetching process died or was cancelled, and any
+JSON object: the error's wire form, or `{}` if the snapshot is published. A message of a follower has the numbers of
+the first and the last chunk that the follower waits for. If a connection closes without ENDED, the fetching process died or was cancelled, and any
 follower may take over the fetch. The bytes of chunks are not sent, because both processes use the same files.
 """
 
@@ -38,7 +38,7 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Feed:
-    """The sending side, in the process that holds the fetch lock. It accepts followers immediately."""
+    """The sending side, in the process that holds the fetch lock. The constructor starts the thread that accepts followers."""
 
     def __init__(self, folder: int, arrival: Arrival) -> None:
         """`folder` is a descriptor, since the path of the folder may be too long for a socket's address."""
@@ -187,7 +187,7 @@ class Following:
     """The receiving side, in a follower. The constructor connects it."""
 
     def __init__(self, folder: int) -> None:
-        """Connect to the Feed of a folder. Raises ConnectionError or FileNotFoundError if the folder has no feed."""
+        """Connect to the Feed of a folder. Raise ConnectionError or FileNotFoundError if the folder has no feed."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.connect(_address(folder))
@@ -198,7 +198,7 @@ class Following:
     def run(self, arrival: Arrival) -> bool:
         """Record in `arrival` the chunks that have landed, until the fetch ends.
 
-        Returns True if the snapshot is published, and False if the connection closed without ENDED. Raises the error
+        Return True if the snapshot is published, and False if the connection closed without ENDED. Raise the error
         of the fetch, or LinkError for a malformed message.
         """
         try:
@@ -217,7 +217,7 @@ class Following:
         return False
 
     def demand(self, first: int, last: int) -> None:
-        """Ask the fetching process for chunks `first` to `last` next. Does nothing if the socket is full or closed."""
+        """Ask the fetching process to fetch chunks `first` to `last` next. Do nothing if the socket is full or closed."""
         with suppress(OSError):
             self._socket.send(_DEMAND.pack(first, last), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
@@ -252,7 +252,7 @@ def _wire(error: PilotflameError | None) -> bytes:
 
 
 def _numbers(message: bytes, count: int) -> tuple[int, ...]:
-    """Return the numbers in a LANDED message. Raises LinkError if it is malformed or a number is >= `count`."""
+    """Return the numbers in a LANDED message. Raise LinkError if it is malformed or a number is >= `count`."""
     body = message[1:]
     if message[:1] != LANDED or len(body) % 4:
         raise LinkError("The process that fetches the snapshot sent a malformed message.")

@@ -31,7 +31,7 @@ SLACK_BYTES = 16 << 20
 """How much larger the mount is than the budget, which does not include manifests, locks and rounding."""
 
 CACHED_SHARE = 0.25
-"""Snapshots over this share of the memory are not read anew, which would evict other files from the page cache."""
+"""A snapshot larger than this share of the memory is not read anew: its pages would evict other files from the page cache."""
 
 PIECE_BYTES = 2 << 20
 """The largest page of the page cache. A file is read anew only where its pages are small, in pieces of this size."""
@@ -113,7 +113,7 @@ def has_huge_pages(folder: Path) -> bool:
 
 
 def enlarge_cached_pages(root: Path, manifest: Manifest) -> int:
-    """Read the shards into the page cache in large pages, if possible. Return how many page faults map them whole.
+    """Read the shards into the page cache in large pages, if possible. Return how many page faults it takes to map all shards.
 
     A worker that maps the weights of MiniLM then needs 0.2 ms for their pages instead of 5 ms. The page cache takes no
     more memory than before. Shards that other processes map stay in small pages. All shards stay in small pages if they

@@ -29,7 +29,7 @@ class KeptFolders:
     """The folders of one snapshot, one in each tier, kept in place until `close`. `paths` has them."""
 
     def __init__(self, tiers: Sequence[Tier], digest: str) -> None:
-        """Make the folders that are absent. Raises OSError if a folder cannot be made, and CacheError."""
+        """Make the folders that are absent. Raise OSError if a folder cannot be made, and CacheError if a folder or a lock stays in use."""
         self._digest = digest
         self._kept: list[tuple[Tier, int]] = []
         try:
@@ -56,7 +56,7 @@ class KeptFolders:
 
 
 def _keep(tier: Tier, digest: str) -> int:
-    """Return the descriptor that keeps the folder of a snapshot in place, until it is closed."""
+    """Return a descriptor that keeps the folder of a snapshot in place while the descriptor is open."""
     deadline_s = time.monotonic() + REUSED_TIMEOUT_S
     while True:
         with tier.locked():

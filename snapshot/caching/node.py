@@ -69,7 +69,10 @@ def _prepared_tiers(folder: Path, budgets: Budgets) -> list[Tier]:
 
 
 def keep_folders(folder: Path, digest: str, budgets: Budgets = DEFAULT_BUDGETS) -> KeptFolders:
-    """Return the folders of a snapshot, to be mounted into a container. Blocks. Raises OSError or CacheError."""
+    """Return the folders of a snapshot, to be mounted into a container. Raise OSError or CacheError.
+
+    Block while a fetch overwrites another snapshot's bytes in a folder.
+    """
     return KeptFolders(_prepared_tiers(folder, budgets), digest)
 
 

@@ -35,7 +35,7 @@ MOVE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """The role of a pull that holds the fetch lock. `descriptor` has the lock.
+    """The role of a pull that holds the fetch lock. `descriptor` is the locked file.
 
     `new` is True if this pull has just created the files. Then they hold no chunks.
     """
@@ -57,9 +57,9 @@ class FetchLock:
         self.role: Fetching | Following | None = None
 
     def take(self) -> None:
-        """Take the lock, or follow the pull that has it. Then `role` is the result, None if the snapshot is already published.
+        """Set `role`: take the lock, or follow the pull that has it. `role` is None if the snapshot is already published.
 
-        Raises CacheError if the tier has no room, or if the lock stays locked without a feed to follow.
+        Raise CacheError if the tier has no room, or if the lock stays locked without a feed to follow.
         """
         deadline_s = time.monotonic() + TAKEOVER_TIMEOUT_S
         self.role = self._follow(deadline_s) if self._tier.read_only else self._take(deadline_s)
@@ -136,7 +136,7 @@ class FetchLock:
             role.close()
 
     def demand(self, first: int, last: int) -> None:
-        """Ask the pull that this pull follows, if any, for chunks `first` to `last` next."""
+        """If this pull follows another pull, ask the other pull to fetch chunks `first` to `last` next."""
         if isinstance(role := self.role, Following):
             role.demand(first, last)
 
@@ -188,7 +188,7 @@ class Pull:
     def start(self, on_published: Callable[[], None], elsewhere: Elsewhere | None = None) -> None:
         """Start the thread that brings the shards. It calls `on_published` when the snapshot is published.
 
-        If the tier becomes full, the thread calls `elsewhere`, and continues with the pull that this returns.
+        If the tier becomes full, the thread calls `elsewhere`, and continues with the pull that `elsewhere` returns.
         """
         run, how = self._run, (on_published, elsewhere)
         self._thread = threading.Thread(target=run, args=how, name="snapshot-pull", daemon=True)
@@ -197,8 +197,8 @@ class Pull:
     def bring_assets(self, copies: Path | None = None) -> None:
         """Bring the missing assets, from folder `copies` if it has them. Call it once after `start`.
 
-        Raises SourceError or SnapshotCorrupt if an asset cannot be fetched. Then the pull is closed. If the tier
-        is full, raises nothing: the pull continues in another tier, which needs the assets again.
+        Raise SourceError or SnapshotCorrupt if an asset cannot be fetched. Then the pull is closed. If the tier
+        is full, raise nothing: the pull continues in another tier, which needs the assets again.
         """
         if self.tier.read_only:
             return
@@ -209,7 +209,7 @@ class Pull:
             raise
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the snapshot is published. Raises the pull's error, or SourceUnavailable after `timeout_s`."""
+        """Block until the snapshot is published. Raise the pull's error, or SourceUnavailable after `timeout_s`."""
         if not self._over.wait(timeout_s):
             raise SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
         if self._error is not None:
@@ -259,7 +259,7 @@ class Pull:
     def _continue_elsewhere(
         self, full: StorageFull, on_published: Callable[[], None], elsewhere: Elsewhere
     ) -> None:
-        """Let a pull into another tier bring the missing chunks to the same waiting threads, because this tier is full.
+        """Continue with a pull into another tier, because this tier is full. Threads that wait here get the chunks of that pull.
 
         The followers get the error only after the other pull has its role. So they find a fetch to follow in that tier.
         """

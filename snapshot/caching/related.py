@@ -1,7 +1,8 @@
 """Finds the chunks of a snapshot in other snapshots of the node, such as an earlier revision of the same weights.
 
-Only complete snapshots of the same realm are searched (see `sources.realm`). A chunk is presumed to be where a manifest
-has its digest or, without digests, in a shard of the same version. The copy verifies whether the chunk is really there.
+Only complete snapshots of the same realm are searched (see `sources.realm`). A chunk is presumed to be where another
+manifest lists its digest. If its digest is unknown, it is presumed to be at the same offset of a shard with the same
+version. The copy verifies whether the chunk is really there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MOST_SNAPSHOTS = 8
 """How many snapshots are searched, the most recently used first. Reading a manifest with 25 000 chunks takes 5 ms."""
 
 _HASH = re.compile(r'"(?!(.)\1*["-])[0-9a-f]{32,128}(-[0-9]+)?"')
-"""An ETag that is a hash of the object or its parts. Some stores give times or repeated digits, which do not match."""
+"""An ETag that is a hash of the object or its parts. Some stores give a time or repeated digits instead, which do not match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def _open(folder: Path, opened: ExitStack) -> _Lender | None:
 
 @dataclass(eq=False, slots=True)
 class _Lender:
-    """A complete snapshot. `document` is its manifest, not validated, because that would take ten times as long."""
+    """A complete snapshot. `document` is its manifest, not validated, because validation takes ten times as long."""
 
     source: FolderSource
     shards: list[dict[str, Any]]
@@ -107,7 +108,7 @@ class _Lender:
     """The number of each shard's first chunk. Empty until `_has` needs it."""
 
     def same(self, manifest: Manifest, chunks: Chunks, missing: Sequence[int]) -> dict[int, Place]:
-        """Return the places of those missing chunks whose digest and size a chunk of this snapshot has."""
+        """Return the places of the missing chunks that have the same digest and size as a chunk of this snapshot."""
         del manifest
         wanted: dict[str, list[int]] = {}
         for chunk in missing:
@@ -125,7 +126,7 @@ class _Lender:
         return found
 
     def versioned(self, manifest: Manifest, chunks: Chunks, missing: Sequence[int]) -> dict[int, Place]:
-        """Return the places of those missing chunks whose shard has the version and size of a shard here."""
+        """Return the places of the missing chunks whose shard has the same version and size as a shard of this snapshot."""
         observed = self.document.get("observed")
         if (
             observed is None

@@ -1,4 +1,4 @@
-"""Knows how the bytes of a tier are used, and deletes snapshots and spare files to make room.
+"""Adds up the bytes that a tier uses, and deletes snapshots and spare files to make room.
 
 Spare files are files of snapshots that were evicted from a tmpfs. Their memory pages are used again. Writing to existing
 pages is faster than allocating new pages, above all through a mapping whose page tables are filled
@@ -125,7 +125,7 @@ class TierSpace:
         return sum(one.size_bytes for one in list_stored(self._snapshots)) + self.spares.total_bytes()
 
     def free(self, digest: str, size_bytes: int) -> None:
-        """Evict other snapshots until this one fits. Raises CacheError, without evicting any, if it cannot fit."""
+        """Evict other snapshots until this snapshot fits. If it cannot fit, evict none and raise CacheError."""
         if size_bytes > self._budget_bytes:
             fault = f"{self._root} takes {self._budget_bytes} bytes, the snapshot has {size_bytes}."
             raise CacheError(fault, remedy="Give the tier a larger budget.")

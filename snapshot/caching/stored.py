@@ -32,7 +32,8 @@ PART = "part"
 class Stored:
     """A snapshot in a tier, complete or not. `ready` is True if the snapshot is published.
 
-    `size_bytes` counts the needed bytes of the shards, and the assets. `allocated_bytes` counts the same without holes.
+    `size_bytes` counts the needed bytes of the shards, and the assets. `allocated_bytes` is what the file
+    system has allocated for these files, without holes.
     `used_s` is the time when the snapshot was last opened, in seconds since the epoch.
     """
 
@@ -56,7 +57,7 @@ def allocated_bytes(status: os.stat_result) -> int:
 
 
 def read_stored(folder: Path) -> Stored:
-    """Describe the snapshot in `folder` by its files. Raises FileNotFoundError if there is no snapshot."""
+    """Describe the snapshot in `folder` by its files. Raise FileNotFoundError if there is no snapshot."""
     sizes = list(_sizes(folder / "files"))
     return Stored(
         digest=folder.name,

@@ -89,7 +89,7 @@ class Tier:
 
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Hold the tier's lock. Only one thread at a time can hold it. Raises CacheError after `timeout_s`."""
+        """Hold the tier's lock. Only one thread at a time can hold it. Raise CacheError after `timeout_s`."""
         path = self.root / "lock"
         while True:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ class Tier:
     def make_room(self, digest: str, manifest: Manifest) -> None:
         """Create the snapshot's files at full size. Evict other snapshots to make room. Lock the tier first.
 
-        Raises CacheError, without evicting any snapshot, if evictions would not make enough room. Raises OSError if a
+        Raise CacheError, without evicting any snapshot, if evictions would not make enough room. Raise OSError if a
         file cannot be created. In both cases, a folder that did not exist before does not exist afterwards.
         """
         size_bytes, folder = manifest.needed_bytes + manifest.assets_bytes, self.folder(digest)
@@ -155,7 +155,7 @@ class Tier:
             self.space.trim(digest, size_bytes)
 
     def evict(self, digest: str) -> None:
-        """Remove a snapshot if it is in this tier. Raises CacheError if the snapshot is in use."""
+        """Remove a snapshot if it is in this tier. Raise CacheError if the snapshot is in use."""
         if not self.has(digest):
             return
         with self.locked():
@@ -220,7 +220,7 @@ class Tier:
         path = folder / "files" / manifest.shards[index].name
         path.parent.mkdir(parents=True, exist_ok=True)
         # A handler in a container can read the files before their chunks have landed, and must not see a spare's bytes.
-        # A fetch of a part never writes the bytes that it does not need, so a spare would keep other bytes there.
+        # A fetch of a part never writes the bytes that it does not need, so the bytes of a spare would stay there.
         reuses = self.kind == "tmpfs" and manifest.part is None and not is_mounted(folder)
         if reuses and not path.exists():
             self.space.spares.take(size_bytes, path, folder / REUSED)

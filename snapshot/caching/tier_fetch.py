@@ -83,7 +83,7 @@ class TierFetch:
     def bring_assets(self, copies: Path | None) -> None:
         """Bring the missing assets, from folder `copies` if it has them. Nothing is published before this ends.
 
-        Raises SourceError or SnapshotCorrupt if an asset cannot be fetched. If the tier is full, `run` raises StorageFull.
+        Raise SourceError or SnapshotCorrupt if an asset cannot be fetched. If the tier is full, `run` raises StorageFull.
         """
         try:
             fetch_assets(self.manifest, self._source, self.files, copies)
@@ -94,7 +94,7 @@ class TierFetch:
             self._assets_ended.set()
 
     def run(self, *, new: bool) -> None:
-        """Fetch what is missing, and publish the snapshot. If `new`, the files hold no chunks. Raises the errors of `fetch`."""
+        """Fetch what is missing, and publish the snapshot. If `new`, the files hold no chunks. Raise the errors of `fetch`."""
         with ExitStack() as until_published:
             self._bring_missing(until_published, new=new)
             self._publish()

@@ -50,7 +50,7 @@ def convert(
     `path_in` is a file of safetensors, torch.save or tensorizer, or a folder in a layout of Hugging Face. The
     assets of a folder are copied. Floating-point tensors of 16 to 64 bits are cast to `dtype` (bf16, fp16, fp32).
     Without `dtype`, safetensors files are copied as they are. In all other cases, tensors are written to new
-    safetensors files of about `shard_bytes` each, with one tensor in memory at a time. Raises SnapshotError
+    safetensors files of about `shard_bytes` each, with one tensor in memory at a time. Raise SnapshotError
     (HeaderError) if `path_in` cannot be converted, CacheError if `path_out` cannot be written.
     """
     if dtype is not None and dtype not in CASTS:

@@ -42,12 +42,12 @@ class TensorSpec:
 
     @property
     def torch_shape(self) -> tuple[int, ...] | None:
-        """The shape of the tensor in torch. None if torch has no tensor with these elements."""
+        """The shape of the tensor in torch. None if torch has no tensor of this type and shape."""
         return DTYPES[self.dtype].torch_shape(self.shape)
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> TensorSpec:
-        """Return the spec of a tensor, whose type is one of DTYPE_NAMES. Raises SnapshotError for a scalar of F4."""
+        """Return the spec of a tensor, whose type is one of DTYPE_NAMES. Raise SnapshotError for a scalar of F4."""
         dtype = DTYPE_NAMES[tensor.dtype]
         shape = DTYPES[dtype].stored_shape(tuple(tensor.shape))
         if shape is None:
@@ -124,7 +124,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 
 def check_names(where: str, names: Sequence[str]) -> None:
-    """Raise SnapshotError, which names `where`, unless one snapshot can hold tensors of these names."""
+    """Raise SnapshotError unless one snapshot can hold tensors of these names. `where` is their path or URL, for the message."""
     if not names:
         raise SnapshotError(f"{where} holds no tensors.", remedy="Check the path.")
     if len(names) > MAX_TENSORS:

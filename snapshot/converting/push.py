@@ -48,7 +48,7 @@ def push(
 ) -> Pushed:
     """Copy the snapshot in `folder` to `destination`: shards, assets, the signature if there is one, then the manifest.
 
-    Verifies the files first, unless the caller has verified them and passes `verified`. Does not send a file that
+    Verify the files first, unless the caller has verified them and passes `verified`. Do not send a file that
     the destination already has: the destination's manifest lists the file with the same digests, and the file has the
     right size there.
 
@@ -59,7 +59,7 @@ def push(
     once. There, `force` is needed if any file differs. Without `force` and without a signature in `folder`, the destination's
     signature stays.
 
-    Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed or `destination` is
+    Raise SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed or `destination` is
     neither Writable nor WrittenWhole, and SourceError or CacheError if the destination cannot be read or written.
     """
     if not isinstance(destination, Writable | WrittenWhole):
@@ -122,7 +122,7 @@ def _push_whole(
 def _check_same(destination: WrittenWhole, manifest: Manifest, signature: bytes | None) -> bytes | None:
     """Return the signature to send: `signature` or, if it is None, the signature of the same snapshot at the destination.
 
-    Raises SnapshotError if the destination holds anything but this snapshot with this signature.
+    Raise SnapshotError if the destination holds anything but this snapshot with this signature.
     """
     try:
         existing = read_manifest(destination) if MANIFEST_NAME in destination.names() else None

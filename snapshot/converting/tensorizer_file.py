@@ -22,7 +22,7 @@ from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_li
 SUFFIX = ".tensors"
 
 # The most bytes of a batch, unless the batch is one larger tensor. Each batch gets a new reader, because the library's
-# reader keeps every tensor that it has read in memory until it is closed.
+# reader keeps in memory every tensor that it has read, until the reader is closed.
 BATCH_BYTES = 256 << 20
 
 

@@ -150,7 +150,7 @@ class Arrival:
     def wait(self, first: int, last: int, timeout_s: float | None = None, *, demand: bool = True) -> None:
         """Block until chunks `first` to `last`, both included, have landed. With `demand`, ask for them to be fetched next.
 
-        Raises the error given to `fail`, or SourceUnavailable if the chunks have not landed within `timeout_s`, which
+        Raise the error given to `fail`, or SourceUnavailable if the chunks have not landed within `timeout_s`, which
         is by default the time until `deadline_s`.
         """
         if self.has(first, last):
@@ -219,7 +219,7 @@ class Arrival:
             listener(chunk)
 
     def report(self, progress: ReportProgress) -> None:
-        """Call `progress` now, and for every chunk that lands later. The bytes done never decrease."""
+        """Call `progress` now, and for every chunk that lands later. The reported number of bytes never decreases."""
         lock = threading.Lock()
 
         def landed(_chunk: int = 0) -> None:

@@ -22,7 +22,7 @@ def fetch_assets(manifest: Manifest, source: Source, files: Path, copies: Path |
 
     Each asset is taken from folder `copies` or, if it is not there, from the source. Two processes may call this at the same
     time.
-    Raises SnapshotCorrupt if an asset differs from the manifest, CacheError if an asset cannot be written, and the
+    Raise SnapshotCorrupt if an asset differs from the manifest, CacheError if an asset cannot be written, and the
     errors of Connection.begin.
     """
     algorithm = manifest.digest_algorithm

@@ -64,7 +64,7 @@ class BlobDigests:
     def settle(self, chunk: int) -> None:
         """Let a chunk land. If it is the last missing chunk of a blob, first compare the digest of the blob.
 
-        Raises SnapshotCorrupt, which names the blob, and the errors of Attested.read_blob.
+        Raise SnapshotCorrupt, which names the blob, and the errors of Attested.read_blob.
         """
         hashing = self._of_shard.get(self._arrival.chunks.extent(chunk).shard)
         if hashing is None:
@@ -122,7 +122,7 @@ class _Hashing:
             self._hashing.release()
 
     def finish(self) -> None:
-        """Hash the rest of the blob and compare its digest. All chunks must have arrived. Raises SnapshotCorrupt or FetchFailed."""
+        """Hash the rest of the blob and compare its digest. All chunks must have arrived. Raise SnapshotCorrupt or FetchFailed."""
         with self._hashing:
             try:
                 while self._hash_next(every=True):

@@ -29,7 +29,7 @@ class Lender(Protocol):
     def copy(self, target: ShardTarget, begin: int, end: int, buffer: memoryview) -> str:
         """Fill bytes [begin, end) of a shard. Return their digest, or "" if the bytes are not available.
 
-        Raises OSError if the bytes cannot be written.
+        Raise OSError if the bytes cannot be written.
         """
 
 
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     digest: str
 
     def copy(self, target: ShardTarget, begin: int, end: int, buffer: memoryview) -> str:
-        """See Lender."""
+        """Copy the bytes of the file into the shard. Return "" also if they do not have the digest `digest`."""
         found = target.fill(begin, end, buffer, self._read_into)
         return found if found == self.digest else ""
 
@@ -94,7 +94,7 @@ class ChunkReuse:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
-        """Wait for the threads, or end them after an error. Raises CacheError if the files cannot be written."""
+        """Wait for the threads, or end them after an error. Raise CacheError if the files cannot be written."""
         if kind is not None:
             self._end()
         for thread in self._threads:

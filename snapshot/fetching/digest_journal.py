@@ -25,7 +25,7 @@ _ENTRY = struct.Struct("<I16s")
 def learned_digests(path: Path, arrival: Arrival) -> Iterator[list[str]]:
     """Yield the digests of all chunks from file `path`, with UNKNOWN_DIGEST for chunks that are not in the file.
 
-    Within the block, the digest of every chunk that lands in `arrival` is appended to the file. Raises OSError.
+    Within the block, the digest of every chunk that lands in `arrival` is appended to the file. Raise OSError.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     journal = _Journal(descriptor, arrival)
@@ -69,7 +69,7 @@ class _Journal:
 
 
 def _read(descriptor: int, count: int) -> list[str]:
-    """Return the digests of `count` chunks. Removes an entry that was not written completely."""
+    """Return the digests of `count` chunks. Remove an entry that was not written completely."""
     digests = [UNKNOWN_DIGEST] * count
     text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     whole = len(text) - len(text) % _ENTRY.size

@@ -52,7 +52,7 @@ class FetchStats:
     """The statistics of a fetch.
 
     `fetched_bytes` is the size of the chunks that were missing. `received_bytes` also counts bytes that were received
-    again. `connections` is the number that gave the best rate (see ConcurrencyControl). `taken_bytes` is the size of the
+    again. `connections` is the last number that the measurements supported (see ConcurrencyControl). `taken_bytes` is the size of the
     chunks that came from other nodes. These chunks do not count as fetched.
     """
 

@@ -42,7 +42,7 @@ class ShardTarget:
     fresh: bool = False
 
     def reserve(self, begin: int, end: int) -> None:
-        """Allocate the pages of bytes [begin, end), if needed. Raises OSError if the file system is full.
+        """Allocate the pages of bytes [begin, end), if needed. Raise OSError if the file system is full.
 
         Without this call, a write to a page of `memory` that a full tmpfs cannot allocate would kill the process.
         """
@@ -55,10 +55,10 @@ class ShardTarget:
             view, offset = view[count:], offset + count
 
     def fill(self, begin: int, end: int, buffer: memoryview, read: Callable[[memoryview, int], int]) -> str:
-        """Fill bytes [begin, end), and return their digest. `read(view, done)` puts the next bytes into a view.
+        """Fill bytes [begin, end), and return their digest. Return "" if `read` returns 0 before the end.
 
-        `done` is the number of bytes that were read before. Returns "" if `read` returns 0 before the end. Raises
-        OSError if the bytes cannot be written.
+        `read(view, done)` puts the next bytes into a view, and returns their number. `done` is the number of bytes that were
+        read before. Raise OSError if the bytes cannot be written.
         """
         hasher, at = self.algorithm.new(), begin
         self.reserve(begin, end)
@@ -101,7 +101,7 @@ class Landing:
     def receive(self, connection: Connection, part: Part, buffer: memoryview) -> None:
         """Receive `part` up to its end, which another thread may lower meanwhile.
 
-        Raises CacheError if the bytes cannot be written, and the errors of Connection.read_into.
+        Raise CacheError if the bytes cannot be written, and the errors of Connection.read_into.
         """
         try:
             while part.at < part.end:
@@ -179,9 +179,9 @@ def copy_landed(
     targets: Sequence[ShardTarget],
     cancelled: threading.Event,
 ) -> None:
-    """Copy the chunks that have landed in the files in folder `source` to `targets`. Raises OSError.
+    """Copy to `targets` the chunks that have landed in the files in folder `source`. Raise OSError.
 
-    Returns early, without an error, once `cancelled` is set.
+    Return early, without an error, once `cancelled` is set.
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
     for index, shard in enumerate(manifest.shards):
@@ -203,10 +203,10 @@ def land_existing(
     cancelled: threading.Event,
     learned: Sequence[str] | None = None,
 ) -> None:
-    """Record as landed every chunk whose bytes the files already have. Does not read parts of files that were never written.
+    """Record as landed every chunk whose bytes the files already have. Do not read parts of files that were never written.
 
     `learned` are the digests that an earlier fetch has computed, if the manifest has none. The files are read and hashed
-    (5 GB/s from memory), because a stored record of the landed chunks could be wrong after a crash. Returns early, without
+    (5 GB/s from memory), because a stored record of the landed chunks could be wrong after a crash. Return early, without
     an error, once `cancelled` is set.
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))

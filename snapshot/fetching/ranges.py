@@ -163,7 +163,7 @@ class Ranges:
         """Cut the part with the most unread bytes in two. Return its second half as a new part.
 
         The connection of the part may be reading its next `margin_bytes` now. So these bytes stay with the first half, and do
-        not count for the size of the halves. Returns None if no part is being read, if the connection of that part was closed,
+        not count for the size of the halves. Return None if no part is being read, if the connection of that part was closed,
         or if a half would be smaller than `least_bytes`.
         """
         longest = max(self.active, key=lambda part: part.end - part.at, default=None)

@@ -46,14 +46,14 @@ class ComparedShards:
     """The shards of a snapshot in folder `root`. Thread-safe. Forked processes inherit the versions that were compared."""
 
     def __init__(self, root: Path, manifest: Manifest, versions: Mapping[str, str]) -> None:
-        """`versions` maps the name of each shard that was compared with `manifest` before to the version that was compared."""
+        """`versions` has, by the names of shards, the versions of files that were compared with `manifest` before."""
         self._source, self._manifest = FolderSource(root), manifest
         self._numbers = {shard.name: number for number, shard in enumerate(manifest.shards)}
         self._paths = {name: root / name for name in self._numbers}
         self.versions = dict(versions)
 
     def open(self, name: str) -> int:
-        """Open a shard and return its descriptor. Raises SnapshotChanged if the manifest describes other bytes."""
+        """Open a shard and return its descriptor. Raise SnapshotChanged if the manifest describes other bytes."""
         try:
             descriptor = self._source.open(name)
         except SourceError as error:
@@ -76,7 +76,7 @@ class ComparedShards:
         self.versions[name] = version
 
     def check(self) -> None:
-        """Compare the files that have the names of the shards now. Read only files with a new version. Raises SnapshotChanged."""
+        """Compare the files that have the names of the shards now. Read only files with a new version. Raise SnapshotChanged."""
         for name, path in self._paths.items():
             try:
                 version = file_version(path.stat())

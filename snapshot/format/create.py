@@ -53,11 +53,11 @@ def create(
     algorithm: AlgorithmName = "xxh3-128",
     progress: ReportProgress | None = None,
 ) -> Manifest:
-    """Return a manifest of the safetensors files at `where`: a folder, a source or one file. Writes nothing.
+    """Return a manifest of the safetensors files at `where`: a folder, a source or one file. Write nothing.
 
     The top folder must have either one `*.safetensors`, or several and the `*.safetensors.index.json` that lists
     them. With `file`, that file is the only shard. If the source cannot be listed (a web server), `file` is required.
-    Raises SnapshotError if it is not clear which files to use, HeaderError if a file is not valid, SourceError if a file
+    Raise SnapshotError if it is not clear which files to use, HeaderError if a file is not valid, SourceError if a file
     cannot be read, SnapshotChanged if a file changes meanwhile, and ManifestError if the format does not allow the result.
     """
     # Refuse wrong arguments here, before the files are read.
@@ -79,7 +79,7 @@ def create(
 def observe(source: Source, names: Sequence[str], file: str | None = None) -> Manifest:
     """Return a manifest of the safetensors files at `source` without the digests of their chunks.
 
-    `names` are the files at `source`. With `file`, that file is the only shard. Raises what `create` raises.
+    `names` are the files at `source`. With `file`, that file is the only shard. Raise what `create` raises.
     """
     found = _read_headers(source, lay_out(source, names, file), HEADER_READERS)
     chunks = {

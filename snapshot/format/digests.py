@@ -79,7 +79,7 @@ def chunk_digests(
     *,
     algorithm: Algorithm,
 ) -> Iterator[DigestedChunk]:
-    """Yield the digests of all chunks of the files in `sizes`, which maps names to bytes, in the order of `sizes`."""
+    """Yield the digests of all chunks of the files, in the order of `sizes`, which maps the name of each file to its size."""
     run_bytes = max(1, RUN_BYTES // chunk_bytes) * chunk_bytes if readers > 1 else chunk_bytes
     # Keep the buffer no larger than the largest file: page faults of new memory take longer than the reading.
     buffer_bytes = min(run_bytes, max(sizes.values(), default=0))

@@ -1,4 +1,4 @@
-"""Finds the manifest of a source and its signature or, without a manifest, the safetensors files."""
+"""Finds the manifest at a source, and the signature of the manifest. Without a manifest, finds the safetensors files."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ BESIDE = (
 
 
 def find_manifest(source: Source, file: str | None = None) -> Manifest:
-    """Return the manifest at `source`. Without a manifest, make one of the files there, without digests of chunks.
+    """Return the manifest at `source`. If there is none, return a manifest of the files there, without the digests of chunks.
 
-    With `file`, that file is the only shard. Raises SourceMissing if there are no weights, SourceError if the files
+    With `file`, that file is the only shard. Raise SourceMissing if there are no weights, SourceError if the files
     cannot be read, and ManifestError, HeaderError or SnapshotError if the files are not valid.
     """
     try:
@@ -56,8 +56,8 @@ def find_manifest(source: Source, file: str | None = None) -> Manifest:
 def find_signature(source: Source, manifest: Manifest | None) -> bytes | None:
     """Return the content of the signature's file beside the manifest at `source`, unchecked. None if there is no file.
 
-    Returns at most one byte more than MAX_SIGNATURE_BYTES. If the manifest cannot be signed, sends no request.
-    Raises SourceUnavailable if the source does not answer.
+    Return at most one byte more than MAX_SIGNATURE_BYTES. If the manifest cannot be signed, send no request.
+    Raise SourceUnavailable if the source does not answer.
     """
     if manifest is None or manifest.algorithm != "sha256":
         return None
@@ -73,7 +73,7 @@ def find_signature(source: Source, manifest: Manifest | None) -> bytes | None:
 def names_of(source: Source, file: str | None = None) -> Sequence[str]:
     """Return the names of the weights at `source`, and of all files beside them.
 
-    If the source cannot be listed, or lists no weights, look for files with usual names. Raises SnapshotError if no file
+    If the source cannot be listed, or lists no weights, look for files with usual names. Raise SnapshotError if no file
     is found.
     """
     names = _listed(source)

@@ -79,7 +79,7 @@ class HeaderRoom:
 
     @contextmanager
     def taken(self, name: str, size_bytes: int) -> Iterator[None]:
-        """Count a header against MAX_HEADERS_BYTES, the limit for all headers of a snapshot. The bytes are not given back.
+        """Count a header against MAX_HEADERS_BYTES, the limit for all headers of a snapshot. The header still counts after the block.
 
         In the block, read and parse the header; only one large header is read at a time. Raise HeaderError if the limit is
         exceeded.
@@ -93,7 +93,7 @@ class HeaderRoom:
 
 
 def read_header(source: Source, name: str, room: HeaderRoom | None = None) -> Header:
-    """Return the header of file `name`, without reading the rest. Raises HeaderError if it is not valid."""
+    """Return the header of file `name`, without reading the rest. Raise HeaderError if it is not valid."""
     try:
         return _read_header(source, name, room or HeaderRoom())
     except HeaderError as error:
@@ -118,7 +118,7 @@ def _read_header(source: Source, name: str, room: HeaderRoom) -> Header:
 
 
 def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
-    """Return the header whose JSON is `text`. Raises HeaderError, which names `file`, if it is not valid."""
+    """Return the header whose JSON is `text`. Raise HeaderError, which names `file`, if it is not valid."""
     if file_bytes > MAX_FILE_BYTES:
         _refuse(file, f"it has {file_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
     entries = _entries(text, file)

@@ -45,7 +45,7 @@ def lay_out(source: Source, names: Sequence[str], file: str | None = None) -> La
     """Return the layout of the files `names`, which are all in `source`.
 
     With `file`, that file is the only shard. Without `file`, the top folder must have either one `*.safetensors`, or
-    several and the `*.safetensors.index.json` that lists them. Raises SnapshotError if the choice of the files
+    several and the `*.safetensors.index.json` that lists them. Raise SnapshotError if the choice of the files
     is not clear, if a shard is missing or if there are too many assets, and HeaderError if the index is not valid.
     """
     assets = tuple(sorted(name for name in names if is_asset(name)))
@@ -81,7 +81,7 @@ def is_asset(name: str) -> bool:
 
 
 def read_index(source: Source, name: str) -> dict[str, str]:
-    """Return the weight_map (tensor to file) of index file `name`. Raises HeaderError if the file is not valid."""
+    """Return the weight_map (tensor to file) of index file `name`. Raise HeaderError if the file is not valid."""
     where = f"{source.url}/{name}"
     try:
         # If the index is over the limit, `read_all` returns only its beginning, which is not valid JSON.

@@ -51,7 +51,7 @@ UNKNOWN_DIGEST = "0" * 32
 LOCAL_FIELDS = ("observed", "part", "realm")
 """The fields that only manifests on a node have. Other readers refuse fields that they do not know."""
 REALM_DIGITS = 24
-"""How many digits of a digest come from the realm. It is infeasible to construct another realm with this many equal digits."""
+"""How many digits of a snapshot's digest are taken from its realm. It is infeasible to construct a realm with given digits."""
 
 
 def _file_name(name: str) -> str:
@@ -183,7 +183,7 @@ class Manifest(_Frozen):
 
     @staticmethod
     def parse(text: bytes) -> Manifest:
-        """Return the manifest whose JSON form is `text`. Raises ManifestError if it is not valid."""
+        """Return the manifest whose JSON form is `text`. Raise ManifestError if it is not valid."""
         if len(text) > MAX_MANIFEST_BYTES:
             fault = f"The manifest is over the limit of {MAX_MANIFEST_BYTES} bytes."
             raise ManifestError(fault, remedy=_REMEDY)
@@ -196,7 +196,7 @@ class Manifest(_Frozen):
 
     @staticmethod
     def build(**fields: Any) -> Manifest:
-        """Return a manifest of these fields. Raises ManifestError if they are not valid."""
+        """Return a manifest of these fields. Raise ManifestError if they are not valid."""
         try:
             return Manifest(**fields)
         except ValidationError as error:
@@ -204,7 +204,7 @@ class Manifest(_Frozen):
 
     @staticmethod
     def read(path: Path) -> Manifest:
-        """Return the manifest in file or folder `path`. Raises ManifestError if there is no valid one."""
+        """Return the manifest in file or folder `path`. Raise ManifestError if there is no valid manifest."""
         file = path / MANIFEST_NAME if path.is_dir() else path
         try:
             with file.open("rb") as stream:
@@ -253,7 +253,7 @@ class Manifest(_Frozen):
         return not any(UNKNOWN_DIGEST in digests[first : last + 1] for first, last in ranges)
 
     def with_chunks(self, digests: Sequence[str]) -> Manifest:
-        """Return this manifest with other digests of chunks. `digests` has the chunks of the first shard first."""
+        """Return this manifest with other digests of chunks. `digests` lists them shard by shard."""
         given = iter(digests)
         shards = tuple(
             shard.model_copy(update={"chunks": tuple(islice(given, len(shard.chunks)))})
@@ -332,7 +332,7 @@ class Manifest(_Frozen):
 
 
 def read_manifest(source: Source) -> Manifest:
-    """Return the manifest in `source`. Raises SourceError or, if the manifest is not valid, ManifestError."""
+    """Return the manifest in `source`. Raise SourceError or, if the manifest is not valid, ManifestError."""
     try:
         text = read_all(source, MANIFEST_NAME, MAX_MANIFEST_BYTES + 1)
     except SourceMissing as error:

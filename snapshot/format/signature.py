@@ -48,7 +48,7 @@ class SnapshotSignature(BaseModel):
 
     @staticmethod
     def parse(text: bytes, where: str) -> SnapshotSignature:
-        """Return the signature of the snapshot at `where`, whose JSON is `text`. Raises SignatureInvalid."""
+        """Return the signature of the snapshot at `where`, whose JSON is `text`. Raise SignatureInvalid."""
         if len(text) > MAX_SIGNATURE_BYTES:
             raise _invalid(where, f"a signature file of over {MAX_SIGNATURE_BYTES} bytes", _SIGN)
         try:
@@ -64,7 +64,7 @@ class SnapshotSignature(BaseModel):
 def sign(manifest: Manifest, key: Path, *, new_key: bool = False) -> SnapshotSignature:
     """Sign a manifest with the private key in a file. With `new_key`, first write a new key to this file.
 
-    Raises SnapshotError if the algorithm of the digests is not sha256, or if the key cannot be used.
+    Raise SnapshotError if the algorithm of the digests is not sha256, or if the key cannot be used.
     """
     if manifest.algorithm != "sha256":
         fault = f"The digests of the chunks are {manifest.algorithm}, which does not withstand forged bytes."
@@ -80,7 +80,7 @@ def sign(manifest: Manifest, key: Path, *, new_key: bool = False) -> SnapshotSig
 def check_signature(
     manifest: Manifest | None, text: bytes | None, signers: Collection[str], where: str
 ) -> str:
-    """Return which of `signers` has signed the manifest of the snapshot at `where`. Raises SignatureInvalid.
+    """Return which of `signers` has signed the manifest of the snapshot at `where`. Raise SignatureInvalid.
 
     `text` is the content of the signature's file, or None if there is no such file. `manifest` is None if there is no
     manifest.
@@ -108,7 +108,7 @@ def check_signature(
 
 
 def make_key(file: Path) -> None:
-    """Write a new private key to a new file that only this user can read. Raises SnapshotError if the file exists."""
+    """Write a new private key to a new file that only this user can read. Raise SnapshotError if the file exists."""
     with needs("A new key", "cryptography"):
         from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # noqa: PLC0415
@@ -149,7 +149,7 @@ def _read_key(file: Path) -> Ed25519PrivateKey:
 
 
 def _signed(manifest: Manifest) -> bytes:
-    """Return the bytes that are signed. Leave out the part that a node needs and its realm, which differ between nodes."""
+    """Return the bytes that are signed. Leave out `part` and `realm`, which differ between nodes."""
     return _PURPOSE + manifest.model_copy(update={"part": None, "realm": ""}).digest.encode()
 
 

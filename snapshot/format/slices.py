@@ -38,7 +38,7 @@ class Strided(NamedTuple):
 
 
 def matching(pattern: str, names: Collection[str]) -> list[str]:
-    """Return the names that fit a pattern or equal it. Raises SnapshotMismatch if there is no such name."""
+    """Return the names that fit a pattern or equal it. Raise SnapshotMismatch if there is no such name."""
     found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
     if not found:
         fault = f"No tensor of the snapshot has a name that fits {pattern[:80]!r}."
@@ -50,7 +50,7 @@ def matching(pattern: str, names: Collection[str]) -> list[str]:
 def chosen(slices: Slices, names: Collection[str]) -> dict[str, Slice]:
     """Return the slice of each tensor in `names` that fits a pattern of `slices`. The other tensors are whole.
 
-    Raises SnapshotMismatch if a pattern fits no name: it may have a typing error.
+    Raise SnapshotMismatch if a pattern fits no name: it may have a typing error.
     """
     found: dict[str, Slice] = {}
     for pattern, (dim, rank, world) in slices.items():
@@ -76,7 +76,7 @@ def shape_fault(entry: TensorEntry) -> str | None:
 
 
 def slice_fault(entry: TensorEntry, cut: Slice) -> str | None:
-    """Return why this tensor, which has no `shape_fault`, cannot be cut into such slices, or None if it can."""
+    """Return why slice `cut` of a tensor cannot be made, or None if it can. The tensor has no `shape_fault`."""
     if DTYPES[entry.dtype].torch_name is None:
         return f"{entry.dtype} has no elements of whole bytes"
     shape = torch_shape(entry)
@@ -124,7 +124,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 def part_of(manifest: Manifest, tensors: Sequence[str], slices: Slices) -> Manifest:
     """Return the manifest with a part. The part has only the chunks of these tensors or of their slices.
 
-    `tensors` are patterns, like the keys of `slices`. Without `tensors`, all tensors are needed. Raises
+    `tensors` are patterns, like the keys of `slices`. Without `tensors`, all tensors are needed. Raise
     SnapshotMismatch if a pattern fits no name or a tensor cannot be cut.
     """
     entries = named_entries(manifest)

@@ -15,7 +15,7 @@ _REMEDY = "Fetch the file again."
 
 
 def verify(root: Path, manifest: Manifest, progress: ReportProgress | None = None) -> None:
-    """Compare all files in folder `root` with the manifest. Raises SnapshotCorrupt for the first fault."""
+    """Compare all files in folder `root` with the manifest. Raise SnapshotCorrupt for the first fault."""
     source, algorithm = FolderSource(root), manifest.digest_algorithm
     for index in range(len(manifest.shards)):
         _check_size(source, manifest, index)

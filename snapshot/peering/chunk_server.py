@@ -1,7 +1,7 @@
 """Serves the chunks of a ServedChunks to other nodes, over HTTP/1.1, and over TLS if there is a certificate.
 
     GET /v1/line/KEY               this node's position in line for a snapshot, as JSON; ?settled=1 waits up to SETTLE_S for it
-    GET /v1/chunks/KEY/TICKET/N    chunk N; 503 if it has not landed after a second, 404 if this node does not fetch it
+    GET /v1/chunks/KEY/TICKET/N    chunk N; 503 if it has not landed after a second, 404 if this node neither has nor fetches it
 
 Every GET request needs the token of the cluster. Without the token, the answer is 401 for every path.
 """
@@ -161,7 +161,7 @@ def _shut(connection: socket.socket) -> None:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address of this machine. Raises OSError."""
+    """Return a socket that is bound to an address of this machine. Raise OSError."""
     family, _, _, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

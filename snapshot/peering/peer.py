@@ -24,7 +24,7 @@ from .fetch_order import LineAnswer, Position
 LANDED_HEADER = "pilotflame-landed-bytes"
 CONNECT_TIMEOUT_S = 0.5
 SILENT_TIMEOUT_S = 3.0
-"""How long a peer may send nothing. It is longer than a second, after which a peer answers even if a chunk has not landed."""
+"""How long a peer may send nothing. It is longer than `served_chunks.WAIT_S`, after which a peer answers even if the chunk has not landed."""
 RESOLVE_TIMEOUT_S = 0.25
 ANSWER_TIMEOUT_S = 4.0
 """How long a node may take to send the head of an answer, or a small answer."""
@@ -53,7 +53,7 @@ class PeerList:
         self._avoided: dict[Node, float] = {}
 
     def nodes(self) -> list[Node]:
-        """Return all nodes but this one and the nodes that recently did not answer."""
+        """Return all nodes, except this node and the nodes that recently did not answer."""
         deadline_s = time.monotonic() + RESOLVE_TIMEOUT_S
         found = [
             Node(server, each) for server in self._servers for each in self._addresses(server, deadline_s)
@@ -113,14 +113,14 @@ class Answer:
         return int(text) if text.isdecimal() and len(text) < _MAX_DIGITS else 0
 
     def read_into(self, view: memoryview) -> int:
-        """Read the next bytes of the body. Return their number: 0 at the body's end. Raises SourceUnavailable."""
+        """Read the next bytes of the body. Return their number: 0 at the body's end. Raise SourceUnavailable."""
         try:
             return self._exchange.read_into(view, len(view))
         except (OSError, h11.ProtocolError) as error:
             raise self._peer.failed(error) from error
 
     def text(self) -> bytes:
-        """Return the body, or its beginning if it is long. Raises SourceUnavailable."""
+        """Return the body, or its beginning if it is long. Raise SourceUnavailable."""
         view, done = memoryview(bytearray(_MAX_ANSWER_BYTES)), 0
         with _within(ANSWER_TIMEOUT_S, self._wire):
             while done < len(view) and (count := self.read_into(view[done:])):
@@ -147,7 +147,7 @@ class Peer:
     def position_of(self, key: str, *, settled: bool) -> LineAnswer:
         """Return the node's position for snapshot `key`. If `settled`, the node first waits up to half a second to choose one.
 
-        Raises SourceUnavailable, or SourceDenied if the node refuses the token.
+        Raise SourceUnavailable, or SourceDenied if the node refuses the token.
         """
         answer = self.ask(f"/v1/line/{key}{'?settled=1' if settled else ''}")
         try:
@@ -168,7 +168,7 @@ class Peer:
     def ask(self, target: str) -> Answer:
         """Send a request. Return the response, which has status 200, or 503 if a chunk has not landed.
 
-        Raises SourceMissing for 404, SourceDenied for 401, and SourceUnavailable for other responses or none.
+        Raise SourceMissing for 404, SourceDenied for 401, and SourceUnavailable for other responses or none.
         """
         wire, exchange, head = self._get(target)
         answer = Answer(self, wire, exchange, head)
@@ -222,7 +222,7 @@ class Peer:
 
 @contextmanager
 def _within(limit_s: float, wire: Wire) -> Iterator[None]:
-    """Close `wire` if the block takes longer than `limit_s`. The socket's own timeout never ends if a peer sends byte by byte."""
+    """Close `wire` if the block takes longer than `limit_s`. The socket's own timeout never expires if a peer sends byte by byte."""
     timer = threading.Timer(limit_s, wire.close)
     timer.daemon = True
     timer.start()

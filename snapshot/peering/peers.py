@@ -68,7 +68,7 @@ class Peers:
     def joined(self, manifest: Manifest, arrival: Arrival, files: Path) -> Iterator[Joined]:
         """Join the line for a snapshot that is fetched to folder `files`. During the block, serve the landed chunks."""
         ticket = FetchTicket(manifest, arrival, files)
-        # Exchange chunks only under a digest that includes the realm: only functions that may read the weights know it.
+        # Exchange chunks only under a digest that includes the realm: only functions that may read the weights know this digest.
         known = bool(manifest.realm) and manifest.has_digests
         if not known or manifest.needed_bytes < LEAST_BYTES:
             yield Joined(self, ticket, {})
@@ -147,7 +147,7 @@ class Joined:
         """Take every chunk that has not landed and is not in `left_out` from the nodes before this node.
 
         Block until each chunk has landed or cannot come from these nodes, or until `cancelled` is set. Return the
-        number of bytes taken. Raises CacheError if they cannot be written.
+        number of bytes taken. Raise CacheError if a chunk cannot be written.
         """
         arrival = self._ticket.arrival
         if self._ahead:
@@ -163,7 +163,9 @@ class Joined:
         return self._taken_bytes
 
     def copy(self, chunk: int, cancelled: threading.Event, receive: Callable[[Answer], str]) -> str:
-        """Ask one node after another for a chunk. Return the chunk's digest if `receive` got the right bytes, else "".
+        """Ask one node after another for a chunk. Return the chunk's digest, or "" if no node has sent the right bytes.
+
+        `receive` reads a chunk from a node's answer and returns its digest.
 
         A node that fails, is too slow or sends wrong bytes is left out for the rest of this fetch.
         """
@@ -186,7 +188,7 @@ class Joined:
 
 
 class _Remote(NamedTuple):
-    """A chunk that nodes before this node may have. See Lender."""
+    """A Lender of one chunk, which nodes before this node may have."""
 
     joined: Joined
     chunk: int
@@ -209,7 +211,7 @@ class _Remote(NamedTuple):
 def _asked(peer: Peer, target: str, cancelled: threading.Event, receive: Callable[[Answer], str]) -> str:
     """Ask a node repeatedly for a chunk, as long as other chunks land at the node. Return the result of `receive`.
 
-    Raises SourceError if the node cannot send the chunk. Returns "" if `cancelled` is set.
+    Raise SourceError if the node cannot send the chunk. Return "" if `cancelled` is set.
     """
     landed_bytes, since_s = 0, time.monotonic()
     while not cancelled.is_set():

@@ -101,8 +101,8 @@ class ServedChunks:
     def lent(self, key: str, ticket: str, chunk: int) -> Iterator[Lent]:
         """Yield a chunk of snapshot `key`, from the fetch with this ticket or from the complete snapshot.
 
-        If the chunk does not land within WAIT_S, raises SourceUnavailable with the number of landed bytes. Raises
-        SourceMissing if this node does not fetch the chunk, or the error of the fetch if the fetch has failed.
+        Raise SourceUnavailable, with the number of landed bytes, if the chunk does not land within WAIT_S. Raise
+        SourceMissing if this node neither has nor fetches the chunk, or the error of the fetch if the fetch has failed.
         """
         manifest, arrival, files, _lock = self._found(key, ticket)
         if not 0 <= chunk < arrival.count:

@@ -32,7 +32,7 @@ MAX_LAYERS = 10_000
 MAX_ARCHIVED = 10_000
 """The most files in all archives of an artifact."""
 FILEPATH, TITLE = "org.cncf.model.filepath", "org.opencontainers.image.title"
-"""The annotations with the name of the file in a layer: of the model specification, and of ORAS."""
+"""The annotations with the name of the file in a layer. The model specification defines FILEPATH, and ORAS writes TITLE."""
 _COMPRESSED = ("+gzip", "+zstd", ".gzip", ".zstd", "+xz", ".gz")
 # Leave out layers of these kinds, because no handler reads their files.
 _LEFT_OUT = (".dataset.", ".code.")
@@ -55,7 +55,7 @@ class Layer(_Parsed):
 
     @property
     def path(self) -> str:
-        """The path that the annotations give the file or the folder in the layer, or ""."""
+        """The path of the file or the folder in the layer, from the annotations. "" if they have no path."""
         return next((self.annotations[name] for name in (FILEPATH, TITLE) if self.annotations.get(name)), "")
 
     @property
@@ -79,7 +79,7 @@ class ImageManifest(_Parsed):
 
     @staticmethod
     def parse(text: bytes, where: str) -> ImageManifest:
-        """Return the manifest whose JSON form is `text`. Raises SourceError, which names `where`."""
+        """Return the manifest whose JSON form is `text`. Raise SourceError, which names `where`."""
         try:
             if many := excess(text):
                 raise _no_manifest(where, f"it has {many}")
@@ -94,7 +94,7 @@ class ImageManifest(_Parsed):
         return found
 
     def only(self, where: str) -> Layer:
-        """Return the only manifest of this index. Raises SourceError, which names all, if there are several."""
+        """Return the only manifest of this index. If there are several, raise SourceError with their digests."""
         if len(self.manifests) == 1:
             return self.manifests[0]
         digests = ", ".join(one.digest for one in self.manifests[:8])
@@ -112,7 +112,7 @@ def _no_manifest(where: str, why: str) -> SourceError:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactFile:
-    """A file of an artifact: the bytes of its layer from `offset` on."""
+    """A file of an artifact: `size_bytes` bytes of a layer, from `offset` on."""
 
     layer: Layer
     offset: int
@@ -131,7 +131,7 @@ class ArtifactFile:
 def files_of(manifest: ImageManifest, blobs: Source, where: str) -> dict[str, ArtifactFile]:
     """Return the files in the layers by their names. A file of a later layer replaces a file with the same name.
 
-    Raises SourceError if a layer that may hold weights is compressed, or if an archive or a name is not valid.
+    Raise SourceError if a layer that may hold weights is compressed, or if an archive or a name is not valid.
     """
     found: dict[str, ArtifactFile] = {}
     archived = 0
@@ -151,7 +151,7 @@ def files_of(manifest: ImageManifest, blobs: Source, where: str) -> dict[str, Ar
 
 
 def _checked(path: str, layer: Layer, where: str) -> str:
-    """Return the name of a file. Raises SourceError if the path leads out of the artifact."""
+    """Return the name of a file. Raise SourceError if the path leads out of the artifact."""
     name = path.removeprefix("./")
     if fault := name_fault(name):
         fault = f"{where}: layer {layer.digest} has a file {path[:80]!r}, which is not a name: {fault}."
@@ -160,7 +160,7 @@ def _checked(path: str, layer: Layer, where: str) -> str:
 
 
 def _members(layer: Layer, blobs: Source, where: str, most: int) -> dict[str, ArtifactFile]:
-    """Return the regular files in a tar archive. Reads the headers of its members only."""
+    """Return the regular files in a tar archive. Read only the headers of the members."""
     found: dict[str, ArtifactFile] = {}
     count = 0
     try:

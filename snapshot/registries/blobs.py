@@ -73,7 +73,9 @@ class RegistryBlobs(WebSource):
             self._token, self._token_s = self._login.token, 0.0
 
     def url_of(self, path: str, target: str = "") -> str:
-        """Return the URL of a path of the repository, or of the `target` in a response for it. Raises SourceError."""
+        """Return the URL of `path` in the repository. With `target`, the Location header of a response for that URL, return the
+        URL that the header names. Raise SourceError.
+        """
         url = f"{self._base}/{path}"
         return redirected(Location(url), target).url if target else url
 
@@ -82,7 +84,7 @@ class RegistryBlobs(WebSource):
     ) -> tuple[Head, bytes]:
         """Send a request. If the registry asks for credentials, send it once more with them. Return the response's head and body.
 
-        If `url` is on another server, sends no credentials. May raise SourceError, SourceDenied or SourceUnavailable, but never
+        If `url` is on another server, send no credentials. May raise SourceError, SourceDenied or SourceUnavailable, but never
         because of the response's status.
         """
         own = ServerAddress.of(url) == ServerAddress.of(self._base)
@@ -120,7 +122,7 @@ class RegistryBlobs(WebSource):
     def manifest(self, version: str, accepted: str) -> bytes:
         """Return the manifest of a tag or digest. `accepted` are the media types that the registry may send.
 
-        Raises SourceMissing, SourceDenied, another SourceError, or SourceUnavailable.
+        Raise SourceMissing, SourceDenied, another SourceError, or SourceUnavailable.
         """
         for last in (False, True):
             sent = self._authorization()
@@ -162,7 +164,7 @@ class RegistryBlobs(WebSource):
                 self._basic = True
 
     def _authorization(self) -> dict[str, str]:
-        """Return the header that authorizes requests. Requests a token if the registry wants one."""
+        """Return the header that authorizes requests. Request a token if the registry wants one."""
         with self._asking:
             if self._token_server is not None and not self._token:
                 self._token, self._token_s = self._new_token(self._token_server), time.monotonic()

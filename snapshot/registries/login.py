@@ -47,7 +47,7 @@ def find_login(registry: str, repository: str, secrets: Mapping[str, str], acces
 
     If `secrets` have variables of registries, only these are used, and no file is read. Otherwise, if `access` allows it,
     DOCKER_AUTH_CONFIG of the environment is used or, if it is not set, the auth files of podman and docker, in this order.
-    Raises SourceError if the login that is found cannot be used.
+    Raise SourceError if the login that is found cannot be used.
     """
     if own := REGISTRY.own(secrets):
         entries = _read(own.get(AUTH_VARIABLE, "{}"), f"the secret {AUTH_VARIABLE}")
@@ -128,14 +128,17 @@ def _entry(entries: Mapping[str, Any], registry: str, repository: str, origin: s
 
 
 def _place(key: str) -> str:
-    """Return the registry, and the path if there is one, that a key of an auth file names. docker may write the key as a URL."""
+    """Return the registry and the path that a key of an auth file names, as `host/path`, or `host` if the key has no path.
+
+    docker may write the key as a URL.
+    """
     place = re.sub(r"^https?://", "", key).rstrip("/")
     place = re.sub(r"/v[12]$", "", place)
     return "docker.io" if place in {"index.docker.io", "registry-1.docker.io"} else place
 
 
 def _helped(entries: Mapping[str, Any], registry: str, origin: str) -> Login | None:
-    """Return the login from the credential helper that an auth file names. None without a helper, or if it has no login."""
+    """Return the login from the credential helper that an auth file names. None if it names no helper, or if the helper has no login."""
     name = _table(entries, "credHelpers").get(registry) or entries.get("credsStore")
     if not isinstance(name, str) or not _HELPER.fullmatch(name):
         return None

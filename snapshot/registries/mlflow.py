@@ -40,7 +40,7 @@ class ModelVersion:
 
     @staticmethod
     def of(url: str) -> ModelVersion:
-        """Return the parts of a URL, in which the model's name may be percent-encoded. Raises SourceError."""
+        """Return the parts of a URL, in which the model's name may be percent-encoded. Raise SourceError."""
         found = _REFERENCE.fullmatch(url.rstrip("/"))
         folder = (found[4] or "") if found is not None else ""
         if found is None or (folder and name_fault(folder)) or "/" in unquote(found[1]):
@@ -71,13 +71,13 @@ class MlflowSource:
         self._opened: Source | None = None
 
     def pinned(self) -> str:
-        """See Pinnable."""
+        """Return the URL with the version in place of an alias."""
         with self._asking:
             self._version = self._version or self._server.version_of(self._model.model, self._model.alias)
             return str(replace(self._model, version=self._version, alias=""))
 
     def names(self) -> list[str]:
-        """See Listing. Raises SourceError if the store cannot be listed."""
+        """Return the names of the files of the version, below the URL's folder. Raise SourceError if the store cannot be listed."""
         store = self._store()
         if not isinstance(store, Listing):
             raise SourceError(f"{store.url} cannot be listed.")
@@ -93,12 +93,12 @@ class MlflowSource:
         return self._store().connect()
 
     def served_at(self, name: str) -> str:
-        """See Served."""
+        """Return the URL at which file `name` is requested, or else the URL of the store, without credentials."""
         store = self._store()
         return store.served_at(name) if isinstance(store, Served) else store.url
 
     def forget(self) -> None:
-        """See Kept. The next read resolves the alias again."""
+        """Forget the infos of the files. If the URL has an alias, the next read resolves the alias again."""
         with self._asking:
             store = self._opened
             if store is not None and isinstance(store, Kept):
@@ -107,7 +107,7 @@ class MlflowSource:
                 self._version, self._opened = "", None
 
     def prepare(self) -> None:
-        """See Kept."""
+        """Do the work of the first request to the MLflow server in advance, such as loading the trusted authorities."""
         self._server.prepare()
 
     def _store(self) -> Source:
@@ -126,7 +126,7 @@ class MlflowSource:
 
 
 class TrackingServer(WebSource):
-    """An MLflow server: its registry, and the artifacts below one folder, which the server serves itself."""
+    """An MLflow server: its registry, and the artifacts below one folder. The server itself serves these artifacts."""
 
     def __init__(self, url: str, variables: Mapping[str, str], access: Access, folder: str = "") -> None:
         super().__init__(url, access=access)
@@ -146,7 +146,7 @@ class TrackingServer(WebSource):
         return TrackingServer(self.url, self._variables, self.access, folder)
 
     def own_path(self, location: str) -> str:
-        """Return the path in a location `mlflow-artifacts:`. Raises SourceError if it is on another server."""
+        """Return the path in a location `mlflow-artifacts:`. Raise SourceError if the location is on another server."""
         parts = urlsplit(location)
         if parts.netloc and parts.netloc not in {self._address.authority, self._address.host}:
             fault = f"{self.url}: its files are with another server, {parts.netloc[:200]}."
@@ -158,7 +158,7 @@ class TrackingServer(WebSource):
         return path
 
     def version_of(self, model: str, alias: str) -> str:
-        """Return the version to which an alias points. Raises SourceMissing."""
+        """Return the version to which an alias points. Raise SourceMissing."""
         answer = self._ask(f"{_API}/registered-models/alias", name=model, alias=alias)
         entry = answer.get("model_version")
         version = str(entry.get("version", "")) if isinstance(entry, dict) else ""
@@ -167,7 +167,7 @@ class TrackingServer(WebSource):
         return version
 
     def location_of(self, model: str, version: str) -> str:
-        """Return the URL or path of the files of a version. Raises SourceMissing."""
+        """Return the URL or path of the files of a version. Raise SourceMissing."""
         answer = self._ask(f"{_API}/model-versions/get-download-uri", name=model, version=version)
         location = answer.get("artifact_uri")
         if not isinstance(location, str) or not location:
@@ -179,7 +179,7 @@ class TrackingServer(WebSource):
         return Location(f"{self._endpoint}/{_ARTIFACTS}/{quote(path, safe='/')}", self._headers)
 
     def names(self) -> list[str]:
-        """See Listing."""
+        """Return the names of all artifacts below the folder, sorted and relative to it."""
         return sorted(listed(self.url, self._walk("")))
 
     def _walk(self, folder: str, depth: int = 8) -> Iterator[str]:

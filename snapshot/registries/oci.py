@@ -51,7 +51,7 @@ class OciSource:
         self._kept: dict[str, memoryview] = {}
 
     def begin_writing(self) -> None:
-        """See WrittenWhole."""
+        """From now on, also request the right to write. Raise SourceError if the URL names a digest or a folder."""
         if self._reference.digest or self._reference.folder:
             part = "a digest" if self._reference.digest else "a folder"
             fault = f"{self.url} names {part}, and an artifact is pushed as a whole, to a tag."
@@ -61,19 +61,22 @@ class OciSource:
     def put_all(
         self, files: Mapping[str, Path | bytes], sent: Callable[[int], None] | None = None
     ) -> set[str]:
-        """See WrittenWhole. Afterwards, `pinned` returns the URL of what was written."""
+        """Write an artifact of `files` to the tag. Return the names of the files that the registry already had.
+
+        Afterwards, `pinned` returns the URL of this artifact.
+        """
         digest, kept = upload(self._blobs, self._reference.tag, files, sent)
         self.forget()
         self._digest = digest
         return kept
 
     def pinned(self) -> str:
-        """See Pinnable. The tag stays in the URL, before the digest."""
+        """Return the URL with the digest of the artifact. The tag stays in the URL, before the digest."""
         self._files()
         return str(self._reference.pinned(self._digest))
 
     def names(self) -> list[str]:
-        """See Listing. Leaves out hidden files."""
+        """Return the names of the files below the URL's folder, without hidden files."""
         return below(self._reference.folder, self._files())
 
     def stat(self, name: str) -> ObjectInfo:
@@ -91,11 +94,11 @@ class OciSource:
         return OciConnection(self, self._blobs.connect())
 
     def served_at(self, name: str) -> str:
-        """See Served."""
+        """Return the URL of the layer that contains file `name`, without credentials."""
         return self._blobs.served_at(self.file(name).layer.digest)
 
     def blob_of(self, name: str) -> Blob:
-        """See Attested."""
+        """Return the layer that contains file `name`, with the names and the offsets of all files in the layer."""
         layer = self.file(name).layer
         inside = {
             shown: file.offset
@@ -105,12 +108,12 @@ class OciSource:
         return Blob(layer.digest, layer.size_bytes, tuple(sorted(inside.items())))
 
     def read_blob(self, blob: Blob, offset: int, view: memoryview) -> None:
-        """See Attested."""
+        """Fill `view` with the bytes of a layer that start at `offset`. Raise SnapshotCorrupt if the layer is too short."""
         if self._blobs.read_into(blob.digest, offset, view) < len(view):
             raise self.corrupt(blob.digest, "it is shorter than its manifest says")
 
     def forget(self) -> None:
-        """See Kept. The next read resolves the tag again, unless the URL has a digest."""
+        """Forget the layers in memory. Unless the URL has a digest, the next read resolves the tag again."""
         with self._asking:
             self._blobs.forget()
             self._kept.clear()
@@ -118,11 +121,11 @@ class OciSource:
                 self._digest, self._found = "", {}
 
     def prepare(self) -> None:
-        """See Kept."""
+        """Do the work of the first request in advance, such as loading the trusted authorities."""
         self._blobs.prepare()
 
     def file(self, name: str) -> ArtifactFile:
-        """Return a file of the artifact. Raises SourceMissing."""
+        """Return a file of the artifact. Raise SourceMissing."""
         fault = name_fault(name)
         path = f"{self._reference.folder}/{name}" if self._reference.folder else name
         file = None if fault else self._files().get(path)
@@ -173,7 +176,7 @@ class OciSource:
             return self._found
 
     def _manifest(self, version: str) -> bytes:
-        """Return the manifest of a tag or digest. Raises SnapshotCorrupt if it does not have the digest."""
+        """Return the manifest of a tag or digest. Raise SnapshotCorrupt if it does not have the digest."""
         text = self._blobs.manifest(version, ACCEPTED)
         if ":" in version and (found := digest_of(text, version)) != version:
             fault = f"{self.url}: the manifest has the digest {found}, not {version}."
@@ -182,7 +185,7 @@ class OciSource:
 
 
 class OciConnection:
-    """See Connection. It reads ranges of layers, or bytes of a layer that the source keeps."""
+    """A Connection that reads ranges of layers, or the bytes of a layer that the source keeps in memory."""
 
     def __init__(self, source: OciSource, connection: HttpConnection) -> None:
         self._source, self._connection = source, connection

@@ -34,7 +34,7 @@ class Reference:
 
     @staticmethod
     def of(url: str) -> Reference:
-        """Return the parts of a URL. The tag is `latest` if the URL has neither tag nor digest. Raises SourceError."""
+        """Return the parts of a URL. The tag is `latest` if the URL has neither tag nor digest. Raise SourceError."""
         found = _REFERENCE.fullmatch(url.rstrip("/")) if len(url) <= MAX_REFERENCE_CHARS else None
         parts = found.groupdict("") if found is not None else {}
         if not parts or (parts["folder"] and name_fault(parts["folder"])) or "//" in parts["repository"]:

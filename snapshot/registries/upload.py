@@ -69,7 +69,7 @@ class BlobFile:
 
     @staticmethod
     def of(name: str, content: Path | bytes) -> BlobFile:
-        """Read the whole file for its digest. Raises SnapshotChanged."""
+        """Read the whole file for its digest. Raise SnapshotChanged."""
         try:
             size = len(content) if isinstance(content, bytes) else content.stat().st_size
         except OSError as error:
@@ -95,7 +95,7 @@ def upload(
     """Send the files and, last, the manifest of `tag`. Return its digest, and the names of the files that the registry
     already had.
 
-    The same files always give the same manifest. Raises SourceError if there are more files than a reader accepts.
+    The same files always give the same manifest. Raise SourceError if there are more files than a reader accepts.
     """
     if len(files) > MAX_LAYERS:
         fault = f"There are {len(files)} files, and an artifact at {blobs.url} may have at most {MAX_LAYERS}."
@@ -132,8 +132,8 @@ def _put_manifest(blobs: RegistryBlobs, tag: str, text: bytes) -> str:
 
 
 class BlobUpload:
-    """Sends one file in chunks. If the registry says which bytes it has after a failure, only the other bytes are sent again.
-    Otherwise, the whole file is sent again.
+    """Sends one file in chunks. After a failure, asks the registry which bytes it has, and sends only the other bytes again.
+    If the registry does not say, sends the whole file again.
     """
 
     def __init__(self, blobs: RegistryBlobs, file: BlobFile, sent: ReportSent | None) -> None:
@@ -179,7 +179,7 @@ class BlobUpload:
         return True
 
     def _ask(self, method: str, url: str, headers: Mapping[str, str], body: FileRange | None = None) -> None:
-        """Send a request of the upload. Raises SourceUnavailable if it may succeed after `_recovered`."""
+        """Send a request of the upload. Raise SourceUnavailable if a later request, after `_recovered`, may succeed."""
         head, text = self._blobs.send(method, url, headers, body or ())
         if head.status // 100 == 2:
             self._follow(head)

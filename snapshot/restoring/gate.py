@@ -4,8 +4,8 @@ Before every operation of the thread that entered the gate, from Python or C++, 
 with the tensors that the operation will read. So modules need no hooks, and it does not matter which
 module uses a weight. Methods that give access to memory without an operation (`.numpy()`, `.tolist()`,
 `.data_ptr()`, printing, torch.save) wait when they are called. Starting a thread inside the gate waits until
-all bytes have arrived. The gate sees neither the operations of threads that were started before it was entered (each
-needs its own gate), nor reads through addresses that were taken before.
+all bytes have arrived. The gate does not see the operations of a thread that was started before the gate was entered:
+such a thread needs a gate of its own. Nor does the gate see reads through addresses that were taken before.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Unlanded:
         return self._arrival.has(*self._arrival.chunks.covering(*extent))
 
     def wait(self, extent: Extent) -> None:
-        """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
+        """Wait until this thread may submit an operation that uses these bytes. Raise the error of the fetch."""
         self._arrival.wait(*self._arrival.chunks.covering(*extent))
 
     def wait_for_all(self) -> None:
-        """Block until every thread can use all bytes. Raises the error of the fetch."""
+        """Block until every thread can use all bytes. Raise the error of the fetch."""
         self._arrival.wait(0, self._arrival.count - 1)
 
 
@@ -72,11 +72,11 @@ class Uncopied:
         return self._upload.has(*extent[1:])
 
     def wait(self, extent: Extent) -> None:
-        """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
+        """Wait until this thread may submit an operation that uses these bytes. Raise the error of the fetch."""
         self._upload.precede(*extent[1:], self._left_s())
 
     def wait_for_all(self) -> None:
-        """Block until every thread can use all bytes. Raises the error of the fetch."""
+        """Block until every thread can use all bytes. Raise the error of the fetch."""
         self._upload.wait(self._left_s())
 
     def _left_s(self) -> float | None:

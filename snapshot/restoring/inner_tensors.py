@@ -46,7 +46,7 @@ def inner_names(name: str, path: str) -> tuple[str, str]:
 
 
 def rebuild(tensor: Tensor, inner: Mapping[str, Tensor]) -> Tensor:
-    """Return a tensor like `tensor` that consists of `inner`. Copies the attributes that were added to `tensor`."""
+    """Return a tensor like `tensor` that consists of `inner`. Copy the attributes that were added to `tensor`."""
     made = _made(tensor, inner, "")
     if isinstance(tensor, nn.Parameter) and not isinstance(made, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)

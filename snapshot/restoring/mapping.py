@@ -48,8 +48,8 @@ class Mapping:
     ) -> None:
         """Map the shards in folder `root`.
 
-        Raises SnapshotChanged if a shard is missing or has another size. With `compared`, also raises SnapshotChanged if a
-        shard does not have the bytes of the manifest. The mapping keeps a reference to `keep`, such as a lease, as long as
+        Raise SnapshotChanged if a shard is missing or has another size or, with `compared`, if it does not have the bytes of
+        the manifest. The mapping keeps a reference to `keep`, such as a lease, as long as
         any shard is mapped. With `arrival`, bytes may still be arriving: call `wait` before reading them. Until a chunk
         has landed, its bytes read as zeros.
         """
@@ -67,7 +67,7 @@ class Mapping:
             arrival.attach(_Veil(root, arrival, manifest.shards, memories))
 
     def wait(self, shard: int, begin: int, end: int) -> None:
-        """Block until bytes [begin, end) of a shard have landed. Raises the errors of Arrival.wait."""
+        """Block until bytes [begin, end) of a shard have landed. Raise the errors of Arrival.wait."""
         if self.arrival is not None and begin < end:
             self.arrival.wait(*self.arrival.chunks.covering(shard, begin, end))
 
@@ -162,7 +162,7 @@ def _close_all(descriptors: dict[int, int]) -> None:
 
 
 def _map_over(memory: _Memory, begin: int, end: int, descriptor: int) -> None:
-    """Map bytes [begin, end) of the file `descriptor` over the same bytes of `memory`, or zeros if it is -1.
+    """Map bytes [begin, end) of the file `descriptor` over the same bytes of `memory`. Map zeros if `descriptor` is -1.
 
     `begin` must be a multiple of the page size.
     """

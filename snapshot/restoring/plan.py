@@ -128,7 +128,7 @@ def make_plan(
 ) -> RestorePlan:
     """Return the plan that restores `module` from the snapshot of `manifest`. See `Snapshot.restore`.
 
-    Raises one SnapshotMismatch that names everything that does not fit. `cast` costs time at the first restore, and memory,
+    Raise one SnapshotMismatch that names everything that does not fit. `cast` costs time at the first restore, and memory,
     which all processes that are forked later share. To convert the weights only once, use `pilotflame snapshot convert
     --dtype`. If the module has a tensor under several names, the snapshot needs the tensor only under one of them.
     """
@@ -141,7 +141,7 @@ def make_plans(
     """Return the plans that together restore `module` from several snapshots, by the snapshots' names.
 
     Each tensor of the module must be in exactly one snapshot. If several snapshots have a tensor, a snapshot whose
-    `ignore` fits the tensor's name does not supply it. Raises what `make_plan` raises. The error names the snapshots.
+    `ignore` fits the tensor's name does not supply it. Raise what `make_plan` raises. The error names the snapshots.
     """
     check_name(device)
     rename = renaming_of(module)
@@ -217,7 +217,7 @@ class _Planner:
         self._steps: list[RestoreStep] = []
         self._wholes: list[Whole] = []
         self.computed: list[_ModuleTensor] = []
-        """Added tensors that the snapshot does not have. Needed tensors among them are also in `_found`, as missing."""
+        """The tensors given to `add` that the snapshot does not have. Needed tensors among them are also in `_found`, as missing."""
 
     def _add_names(self, rename: Callable[[str], str]) -> None:
         """Add each tensor also under its new name, which the module uses."""
@@ -256,7 +256,7 @@ class _Planner:
         return [name for name in (self.prefix + name for name in names) if name in self._stored]
 
     def plan(self, module: nn.Module, replaced: tuple[torch.Tensor, ...]) -> RestorePlan:
-        """Return the plan for the added tensors. `replaced` are all tensors of the module."""
+        """Return the plan for the tensors that were given to `add`. `replaced` are all tensors of the module."""
         steps = sorted(self._steps, key=lambda step: (step.shard, step.place.begin_bytes))
         return RestorePlan(module, self._manifest, tuple(steps), tuple(self._wholes), replaced)
 
@@ -294,7 +294,7 @@ class _Planner:
             self._wholes.append(Whole(entry.tensor, made, tuple(entry.slots)))
 
     def _stored_name(self, names: Sequence[str]) -> str | None:
-        """Return the first of `names`, with the prefix, that the snapshot has. Mark all of `names` that it has as used."""
+        """Return the first of `names`, with the prefix, that the snapshot has. Mark all of `names` that the snapshot has as used."""
         found = [name for name in (self.prefix + name for name in names) if name in self._stored]
         self._used.update(self._stored[name].name for name in found)
         return found[0] if found else None
@@ -329,7 +329,7 @@ class _Planner:
 
 
 def _lacks(found: Mismatches, entry: _ModuleTensor, name: str, prefix: str = "") -> None:
-    """Record that no snapshot has `name`, which names a tensor of the module or an inner tensor."""
+    """Record that no snapshot has tensor or inner tensor `name` of the module. If the module has computed it, do nothing."""
     if entry.needed:
         found.missing.append(prefix + name)
     elif entry.tensor.is_meta:
@@ -380,7 +380,7 @@ def _empty(like: torch.Tensor) -> torch.Tensor:
 def restore(plan: RestorePlan, mapping: Mapping) -> None:
     """Set the weights of `plan.module` from `mapping`. Writing to them changes no file and no other process.
 
-    Raises SnapshotMismatch if the plan was made for another manifest.
+    Raise SnapshotMismatch if the plan was made for another manifest.
     """
     _check_manifest(plan, mapping)
     shard, storage = -1, torch.empty(0).untyped_storage()
@@ -422,7 +422,7 @@ def upload(
 ) -> DeviceUpload:
     """Set the weights of `plan.module` to views of memory on `device`. Begin to copy the bytes of `mapping` there.
 
-    Operations before the end of the copy need a `Gate`. For the options see `DeviceUpload`. Raises
+    Operations before the end of the copy need a `Gate`. For the options see `DeviceUpload`. Raise
     SnapshotMismatch if the plan was made for another manifest or for the host, and SnapshotError if the device has too
     little free memory.
     """

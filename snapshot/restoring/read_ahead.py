@@ -1,8 +1,8 @@
 """Reads weights that lie on a disk into the page cache, in the order in which a forward pass touches them.
 
 Operations run meanwhile. An operation that touches a missing page waits for the page in a page fault, with or without
-this module. But page faults alone would read only while an operation waits, and in the order of its accesses, not in
-the order of the file. docs/decisions.md has the measurements. No weights are copied to the memory tier, because the page
+this module. But page faults alone would read only while an operation waits, and only the pages around its access. This
+module reads whole chunks. docs/decisions.md has the measurements. No weights are copied to the memory tier, because the page
 cache has the same pages, and the kernel frees them when it needs memory.
 """
 
@@ -53,7 +53,7 @@ def in_memory(manifest: Manifest, flats: Sequence[Tensor]) -> bool:
 
 
 def _samples(extents: Sequence[tuple[int, int]], step: int) -> Iterator[int]:
-    """Yield the first offset in these ranges of bytes, then an offset after every `step` bytes. Do not count gaps."""
+    """Yield the first offset in these ranges of bytes, then an offset after every `step` bytes. Do not count the gaps between the ranges."""
     before = 0
     for begin, end in extents:
         yield from range(begin + before, end, step)

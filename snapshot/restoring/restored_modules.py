@@ -114,7 +114,7 @@ class RestoredModules:
         return all(one.complete for _, one in self._uploads)
 
     def wait(self, timeout_s: float) -> None:
-        """Block until all weights are on their devices. Each copy may take `timeout_s`. Raises what `DeviceUpload.wait` raises."""
+        """Block until all weights are on their devices. Each copy may take `timeout_s`. Raise what `DeviceUpload.wait` raises."""
         for _, upload in self._uploads:
             upload.wait(timeout_s)
 
@@ -159,6 +159,6 @@ class RestoredModules:
                 self._parked.pop()
 
     def finish(self) -> None:
-        """Wait until the devices have done all work of this process. Raises the error of a failed device."""
+        """Wait until the devices have done all work of this process. Raise the error of a failed device."""
         for device in self._devices.values():
             device.finish()

@@ -1,6 +1,6 @@
 """Memory for tensors that cannot be views of mapped files. The first worker fills it, and all workers of a zygote map it.
 
-A tensor is copied if the module has another type, or if its bytes are not aligned for their type. The zygote creates the memory
+A tensor is copied if its type in the module differs from its type in the file, or if its bytes are not aligned for their type. The zygote creates the memory
 together with the plan. The memory then has no pages. The first worker that restores fills the memory and seals it, so that nothing
 can write to it any more. Each worker has a private copy-on-write mapping, like the mapping of a file. The memory is freed when the
 zygote and its workers have ended.
@@ -38,7 +38,7 @@ class SharedCopies:
     def mapped(self, fill: Callable[[torch.Tensor], None]) -> torch.UntypedStorage:
         """Return a private mapping of the memory. If no process has filled the memory yet, first call `fill` with its bytes.
 
-        Blocks while another process fills the memory. If that process dies, this process fills the memory.
+        Block while another process fills the memory. If that process dies, this process fills the memory.
         """
         # Open the file again: a lock belongs to an open file, and forks share the open file `_file`.
         lock = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR)

@@ -26,7 +26,7 @@ Placed = tuple[int, int, int, str]
 
 
 class Touched:
-    """Finds the bytes of some regions that an operation uses through its tensors, whatever code made these views.
+    """Finds the bytes of some regions that an operation uses. It recognises a view of a region by its storage.
 
     A region is a tensor of bytes, such as a mapped shard, or the slab on a device.
     """

@@ -15,7 +15,7 @@ from .place import Elements, place, type_fault
 def views(mapping: Mapping, names: Sequence[str], slices: Slices | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors whose names fit one of the patterns `names`. See `Snapshot.load`.
 
-    Raises SnapshotMismatch if no name fits a pattern, or if torch has no such tensor or slice.
+    Raise SnapshotMismatch if no name fits a pattern, or if torch has no such tensor or slice.
     """
     manifest, stored = mapping.manifest, named_entries(mapping.manifest)
     if slices is None and manifest.part is not None:
@@ -48,7 +48,7 @@ def arrived(mapping: Mapping, found: dict[str, torch.Tensor]) -> Iterator[tuple[
 
 
 def copied(where: Elements, mapping: Mapping, shard: int) -> torch.Tensor:
-    """Return a contiguous copy of the elements at `where`. Blocks until their bytes have landed.
+    """Return a contiguous copy of the elements at `where`. Block until their bytes have landed.
 
     The bytes in a file may be unaligned for their type, since the header of a file need not have padding. torch's kernels
     read unaligned tensors on some processors only. If the file is saved again, its tensors are aligned.

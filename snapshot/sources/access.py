@@ -27,7 +27,7 @@ class Access:
     """The monotonic time at which all reading ends, also from a server that sends byte by byte. `to_wire` leaves it out."""
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the rule for `from_wire`, as an object for JSON, without `until_s`."""
+        """Return this object as JSON for `from_wire`, without `until_s`."""
         networks = None if self.addresses is None else [str(network) for network in self.addresses.allowed]
         return {"own_only": self.own_only, "networks": networks}
 
@@ -38,11 +38,11 @@ class Access:
 
 
 ANY = Access()
-"""The rule for trusted functions and for the gateway's user."""
+"""The access of trusted functions and of the gateway's user, without limits."""
 
 
 def refused(where: str, reason: str) -> SourceDenied:
-    """Return the error for a source whose address the rule does not allow."""
+    """Return the error for a source whose address is not in `Access.addresses`."""
     # The address is not shown, because that would reveal how names resolve in our network.
     return SourceDenied(
         f"{where}: its address may not be connected to: {reason}.",

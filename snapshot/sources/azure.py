@@ -28,7 +28,7 @@ class AzureSource(CloudSource):
 
     The variables have the names that obstore uses: the account's key, a shared access signature (SAS) or a token.
     Without such a variable, requests use the identity of the machine or workload, and a delegated key signs URLs. A
-    function with secrets of this family does not use the machine's credentials.
+    function with secrets whose names begin with AZURE_ does not use the machine's credentials.
     """
 
     scheme = "az"

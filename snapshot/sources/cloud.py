@@ -66,7 +66,7 @@ class CloudSource(WebSource):
         """Return obstore's store of the bucket, with these client options."""
 
     def names(self) -> list[str]:
-        """See Listing. Leaves out keys that are not valid names, such as those of empty folders."""
+        """Return the names of the objects below the prefix. Leave out keys that are not valid names, such as those of empty folders."""
         below = f"{self._prefix}/" if self._prefix else ""
         with self.calling("") as (obstore, store):
             pages = obstore.list(store, self._prefix or None, chunk_size=1000)
@@ -75,7 +75,7 @@ class CloudSource(WebSource):
         return sorted(name for name in names if name_fault(name) is None)
 
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
-        """See Writable. Sends large objects in parts. Raises OSError if the file `content` cannot be read."""
+        """Store `content` as object `name`, in parts if it is large. Raise OSError if the file `content` cannot be read."""
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         with self.calling(name) as (obstore, store):
             obstore.put(store, self.key(name), content)

@@ -45,14 +45,14 @@ class Sockets(Protocol):
     """Owns the sockets that are being connected. Another thread may shut them down."""
 
     def opened(self, one: socket.socket) -> None:
-        """Take over a new socket. Raises OSError if no more sockets may be opened."""
+        """Take over a new socket. Raise OSError if no more sockets may be opened."""
 
     def discard(self, one: socket.socket) -> None:
         """Close a socket."""
 
 
 class _Unshared:
-    """The sockets of one attempt to connect, which no other thread shuts down. See Sockets."""
+    """The Sockets of one attempt to connect. No other thread shuts these sockets down."""
 
     def opened(self, one: socket.socket) -> None: ...
 
@@ -73,7 +73,7 @@ class Dialer:
         self._turn = 0
 
     def connect(self, host: str, port: int, deadline_s: float, sockets: Sockets) -> socket.socket:
-        """Return a non-blocking socket that is connected to `host`. Raises OSError."""
+        """Return a non-blocking socket that is connected to `host`. Raise OSError."""
         race = _Race(self.addresses(host, port, deadline_s), deadline_s, sockets)
         try:
             return race.run()
@@ -82,7 +82,7 @@ class Dialer:
                 self.avoid(address)
 
     def dial(self, host: str, port: int, connect_s: float, timeout_s: float | None) -> socket.socket:
-        """Return a blocking socket with the time limit `timeout_s`, for a client library. Raises OSError or AddressRefused."""
+        """Return a blocking socket with the time limit `timeout_s`, for a client library. Raise OSError or AddressRefused."""
         found = self.connect(host, port, time.monotonic() + connect_s, _Unshared())
         found.settimeout(timeout_s)
         return found
@@ -90,7 +90,7 @@ class Dialer:
     def addresses(self, host: str, port: int, deadline_s: float) -> list[Address]:
         """Return the addresses of `host` in the order in which to try them. Each call begins with another address.
 
-        Avoided addresses come last. Raises OSError if no address is known by the monotonic time `deadline_s`, and its
+        Avoided addresses come last. Raise OSError if no address is known by the monotonic time `deadline_s`, and its
         subclass AddressRefused if no address may be connected to.
         """
         known, now_s = self._checked(self._lookup(host, port).addresses(deadline_s)), time.monotonic()
@@ -107,7 +107,7 @@ class Dialer:
             self._avoided[address] = time.monotonic() + AVOIDED_FOR_S
 
     def _checked(self, known: list[Address]) -> list[Address]:
-        """Return the addresses that may be connected to. Raises AddressRefused if there are none."""
+        """Return the addresses that may be connected to. Raise AddressRefused if there are none."""
         if self._allowed is None:
             return known
         faults = {address: self._allowed.fault(str(address.name[0])) for address in known}
@@ -153,7 +153,7 @@ class _Lookup(threading.Thread):
         return self.is_alive() or time.monotonic() < self._until_s
 
     def addresses(self, deadline_s: float) -> list[Address]:
-        """Wait for the addresses and return them. Raises OSError."""
+        """Wait for the addresses and return them. Raise OSError."""
         self.join(max(0.0, deadline_s - time.monotonic()))
         if self.is_alive():
             raise socket.gaierror(socket.EAI_AGAIN, f"the address of {self._host} was not found in time")

@@ -56,7 +56,7 @@ class Exchange:
     ) -> Head:
         """Send a request for `target` (path and query), wait for the head of the response, and return it.
 
-        If there is a `body`, `headers` have its Content-Length. Raises StaleError if the server closed the connection before
+        If there is a `body`, `headers` have its Content-Length. Raise StaleError if the server closed the connection before
         any response. The caller may try again on a new connection.
         """
         self._kept, self._held, self._left, self._parser = False, self._buffer[:0], 0, None
@@ -84,7 +84,7 @@ class Exchange:
     def read_into(self, view: memoryview, limit: int) -> int:
         """Read at most `limit` (> 0) bytes of the body into `view`. Return their number: 0 at the body's end.
 
-        Raises ConnectionError if the connection ends before the body.
+        Raise ConnectionError if the connection ends before the body.
         """
         if self._parser is not None and not len(self._held):
             self._next_piece(self._parser)

@@ -51,7 +51,7 @@ class FolderSource:
         return FolderConnection(self)
 
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
-        """See Writable. Raises CacheError if `content` cannot be read or the file cannot be written."""
+        """Store `content` atomically as file `name`. Raise CacheError if `content` cannot be read or the file cannot be written."""
         path = self._path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ class FolderSource:
             os.close(descriptor)
 
     def open(self, name: str) -> int:
-        """Open file `name` and return its descriptor. Raises SourceMissing if there is no regular file."""
+        """Open file `name` and return its descriptor. Raise SourceMissing if there is no regular file."""
         path = self._path(name)
         try:
             # O_NONBLOCK prevents a hang on a FIFO, and has no effect on regular files.
@@ -104,7 +104,7 @@ class FolderSource:
 
 
 class FolderConnection:
-    """See Connection. Keeps one file open between ranges, and still reads from this file if another file replaces it."""
+    """A Connection to a folder. It keeps one file open between ranges, and still reads from this file if another file replaces it."""
 
     used = False
 

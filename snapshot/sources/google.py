@@ -27,7 +27,8 @@ class GoogleSource(CloudSource):
     The variables have the names that obstore and Google's own libraries use: GOOGLE_SERVICE_ACCOUNT_KEY,
     GOOGLE_BEARER_TOKEN, GOOGLE_APPLICATION_CREDENTIALS. Without these variables, requests use the login of gcloud or
     the service account of the machine. Without credentials, or if GOOGLE_SKIP_SIGNATURE is true, requests are
-    anonymous. A function with secrets of this family does not use the machine's credentials.
+    anonymous. A function with secrets whose names begin with GOOGLE_ does not use the machine's
+    credentials.
     """
 
     scheme = "gs"
@@ -86,7 +87,7 @@ class GoogleToken:
         self.origin = "anonymously, since no credentials were found"
 
     def current(self) -> str:
-        """Return a valid token, or "" for anonymous requests. Raises SourceDenied if the token cannot be refreshed."""
+        """Return a valid token, or "" for anonymous requests. Raise SourceDenied if the token cannot be refreshed."""
         with self._lock:
             if is_set(self._variables, "GOOGLE_SKIP_SIGNATURE"):
                 self.origin = "anonymously, as configured"

@@ -59,7 +59,7 @@ MAX_DOCUMENT_BYTES = 32 << 20
 MAX_COUNTED_BYTES = 128 << 20
 """If a server does not tell the size of an object, the object is read to count its bytes, up to this number. A manifest may
 have this size."""
-# Any valid name. `prepare` makes a location of it, but requests nothing.
+# Any valid name. `prepare` resolves it, but does not request this object.
 _ANY_NAME = "model.safetensors"
 
 
@@ -83,12 +83,12 @@ class WebSource(ABC):
         self.idle = IdleConnections()
 
     def forget(self) -> None:
-        """See Kept."""
+        """Forget the infos and the locations of the objects."""
         self.infos.clear()
         self._locations.clear()
 
     def prepare(self) -> None:
-        """See Kept."""
+        """Do the work of the first request in advance: resolve a name and, for https, load the trusted authorities."""
         if self.resolve(_ANY_NAME).url.startswith("https:"):
             self._trust()
 
@@ -97,7 +97,7 @@ class WebSource(ABC):
         """Return the location at which to request `name` first. The server may redirect to another location."""
 
     def served_at(self, name: str) -> str:
-        """See Served."""
+        """Return the URL at which object `name` is requested first, without credentials."""
         return shown(self.resolve(name).url)
 
     def locate(self, name: str, *, fresh: bool) -> Location:
@@ -118,14 +118,17 @@ class WebSource(ABC):
         return refusal(head, request)
 
     def stat(self, name: str) -> ObjectInfo:
-        """See Source. Retries temporary failures. Sends a request only if the info is not known yet."""
+        """Return the size and version of `name`. Send a request only if they are not known yet. Retry temporary failures."""
         if (info := self.infos.get(name)) is not None:
             return info
         with self._borrowed() as connection:
             return retried(lambda: connection.stat(name))
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
-        """See Source. Retries temporary failures. Raises after ATTEMPTS failures in a row."""
+        """Fill `view` with the bytes of object `name` that start at `offset`, and return their number.
+
+        Retry temporary failures, and raise the error after ATTEMPTS failures in a row.
+        """
         info = self.infos.get(name)
         end = min(info.size_bytes, offset + len(view)) if info is not None else offset + len(view)
         # Do not require the version that was seen before if the whole object is read: replicas may have different versions.
@@ -152,7 +155,7 @@ class WebSource(ABC):
         return max(0, at - offset)
 
     def json_document(self, location: Location, most: int = MAX_DOCUMENT_BYTES) -> Any:
-        """Return the JSON value of a small document, as `document` reads it.
+        """Return the JSON value of a small document. Retry temporary failures.
 
         Return None if the document is not JSON, or has more values than `foreign_json` allows.
         """
@@ -163,9 +166,9 @@ class WebSource(ABC):
             return None
 
     def document(self, location: Location, most: int = MAX_DOCUMENT_BYTES) -> tuple[Head, bytes]:
-        """Return the head and the whole body of a small document. Retries temporary failures.
+        """Return the head and the whole body of a small document. Retry temporary failures.
 
-        Raises SourceError if the document has more than `most` bytes.
+        Raise SourceError if the document has more than `most` bytes.
         """
         with self._borrowed() as connection:
             return retried(lambda: connection.document(location, most))
@@ -236,7 +239,7 @@ class HttpSource(WebSource):
 
 
 def _own_headers(secrets: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that a function's secrets set. Raises SourceError, whose message does not quote secrets."""
+    """Return the headers that a function's secrets set. Raise SourceError, whose message does not quote secrets."""
     headers = {}
     for line in secrets.get(HEADERS_VARIABLE, "").splitlines():
         name, mark, value = line.partition(":")
@@ -252,7 +255,7 @@ def _own_headers(secrets: Mapping[str, str]) -> dict[str, str]:
 
 
 class HttpConnection:
-    """See Connection. It uses one kept-alive HTTP connection, and follows redirects."""
+    """A Connection over HTTP. It uses one kept-alive network connection at a time, and follows redirects."""
 
     def __init__(self, source: WebSource, wire: Wire, *, reuse: bool = True) -> None:
         """With `reuse`, use a connection that the source keeps, if there is one."""
@@ -294,9 +297,9 @@ class HttpConnection:
         return info
 
     def stat(self, name: str) -> ObjectInfo:
-        """Return the size and version of `name`. Uses GET, because servers refuse HEAD for URLs signed for GET.
+        """Return the size and version of `name`. Use GET, because servers refuse HEAD for URLs signed for GET.
 
-        If the response does not have the size, requests the whole object. If the size is still unknown, counts the bytes.
+        If the response does not have the size, request the whole object. If the size is still unknown, count the bytes.
         """
         head, request = self._get(name, 0, 1, empty=True)
         if head.status == PARTIAL:
@@ -322,7 +325,7 @@ class HttpConnection:
     def _pieces(self, request: RangeRequest, most: int, fault: str) -> Iterator[memoryview]:
         """Yield the body in pieces. Each piece is valid until the next one is requested.
 
-        Raises SourceError, whose message begins with `fault`, if the body has more than `most` bytes.
+        Raise SourceError, whose message begins with `fault`, if the body has more than `most` bytes.
         """
         buffer, left = memoryview(bytearray(MAX_ERROR_BYTES)), most
         try:
@@ -338,7 +341,7 @@ class HttpConnection:
     def request(self, method: str, location: Location, body: Iterable[bytes] = ()) -> tuple[Head, bytes]:
         """Send a request. Return the head of the response, whatever its status, and at most 64 KiB of its body.
 
-        Does not follow redirects. If there is a `body`, `location.headers` have its Content-Length.
+        Do not follow redirects. If there is a `body`, `location.headers` have its Content-Length.
         """
         head = self._ask(location, RangeRequest("", shown(location.url), 0, 0), method, body)
         return head, self._rest()
@@ -386,7 +389,7 @@ class HttpConnection:
     ) -> tuple[Head, RangeRequest]:
         """Request a range. Return the head of the successful response, and the request that it answers.
 
-        If the server refuses the remembered location of the object, tries once more with a fresh location. With
+        If the server refuses the remembered location of the object, try once more with a fresh location. With
         `empty`, a response that the object is empty counts as a success.
         """
         if fault := name_fault(name):

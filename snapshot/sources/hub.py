@@ -40,7 +40,7 @@ class HubPlace:
 
     @staticmethod
     def of(url: str) -> HubPlace:
-        """Return the parts of a URL. Raises SourceError if it is not valid."""
+        """Return the parts of a URL. Raise SourceError if it is not valid."""
         owner, _, rest = url.removeprefix("hf://").strip("/").partition("/")
         # An @ after a slash belongs to the folder, because the name of a repository has no slash.
         name, mark, after = rest.partition("@")
@@ -91,7 +91,7 @@ class HubSource(WebSource):
         self._files: list[str] | None = None
 
     def pinned(self) -> str:
-        """See Pinnable."""
+        """Return the URL with the commit in place of a branch or a tag."""
         return str(HubPlace(self._place.repository, self._resolved(), self._place.folder))
 
     def resolve(self, name: str) -> Location:
@@ -100,7 +100,7 @@ class HubSource(WebSource):
         return Location(f"{self._endpoint}/{place}", self._headers)
 
     def names(self) -> list[str]:
-        """See Listing. Leaves out hidden files."""
+        """Return the names of the files below the URL's folder, without hidden files."""
         with self._asking:
             if self._files is None:
                 self._ask()

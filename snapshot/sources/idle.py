@@ -17,7 +17,7 @@ MOST_IDLE = 8
 IDLE_S = 20.0
 """How long an idle connection is kept. Amazon's servers would close it a little later."""
 DISTRUSTED_FOR_S = 600.0
-"""How long no connections are kept after a server has answered a request twice. After this time, the server may be repaired."""
+"""How long no connections are kept after a server has answered a request twice. The server may be repaired by then."""
 
 
 class IdleConnections:

@@ -63,7 +63,7 @@ def follow(url: str, location: str, secrets: Mapping[str, str] | None, access: A
     open another source.
 
     The scheme of `url` decides where its servers may lead. If the function has named the server, only the function's own
-    credentials are used at the location. Raises SourceError if the scheme leads to no such location, and SourceDenied for
+    credentials are used at the location. Raise SourceError if the scheme leads to no such location, and SourceDenied for
     a folder of this machine that the function may not read.
     """
     scheme, target = scheme_of(url), scheme_of(location)
@@ -87,7 +87,7 @@ def follow(url: str, location: str, secrets: Mapping[str, str] | None, access: A
 class KeptSources:
     """The most recently used remote sources, with their connections, clients and tokens. Thread-safe.
 
-    Each URL, set of secrets and rule has its own source, so no connection is used with the credentials of another source.
+    Each combination of a URL, secrets and an Access has its own source, so no connection is used with the credentials of another source.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class KeptSources:
         self._kept: dict[tuple[str, frozenset[tuple[str, str]], Access], Source] = {}
 
     def open(self, url: str, secrets: Mapping[str, str], access: Access = ANY) -> Source:
-        """Return the source for `url` like `open_source`. A kept source first forgets the infos of its objects."""
+        """Return the kept source for `url`, or open a new source. A kept source first forgets the infos of its objects."""
         key = url, frozenset(secrets.items()), access
         with self._lock:
             source = self._kept.pop(key, None)

@@ -25,7 +25,7 @@ class ServerAddress:
 
     @staticmethod
     def of(url: str) -> ServerAddress:
-        """Return the address of the server of `url`. Raises ValueError if it is not an http(s) URL."""
+        """Return the address of the server of `url`. Raise ValueError if it is not an http(s) URL."""
         parts = urlsplit(url)
         if parts.scheme not in _PORTS or not parts.hostname:
             raise ValueError("not an http(s) URL")
@@ -61,7 +61,7 @@ def shown(url: str) -> str:
 def redirected(location: Location, target: str) -> Location:
     """Return the location to which `location` redirects. `target` is the Location header of the response.
 
-    The result has the headers of `location` only if it is on the same server. Raises SourceError if the target is not
+    The result has the headers of `location` only if it is on the same server. Raise SourceError if the target is not
     an http(s) URL, or if the redirect leads from https to http.
     """
     try:

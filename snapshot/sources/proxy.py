@@ -43,7 +43,7 @@ class Proxy:
     def tunnel(self, connected: socket.socket, origin: ServerAddress, deadline_s: float) -> None:
         """Let the proxy connect this socket with `origin` before the monotonic time `deadline_s`.
 
-        Raises ProxyError if the proxy refuses, another OSError, or h11.RemoteProtocolError if its response is not HTTP.
+        Raise ProxyError if the proxy refuses, another OSError if the connection fails, or h11.RemoteProtocolError if its response is not HTTP.
         """
         parser = h11.Connection(h11.CLIENT)
         host = f"[{origin.host}]" if ":" in origin.host else origin.host
@@ -67,7 +67,7 @@ class Proxy:
 def proxy_for(origin: ServerAddress, environ: Mapping[str, str] = os.environ) -> Proxy | None:
     """Return the proxy through which to reach `origin`, or None to connect directly.
 
-    Raises SourceError if the environment names a proxy that cannot be used.
+    Raise SourceError if the environment names a proxy that cannot be used.
     """
     name = f"{origin.scheme}_proxy"
     url = environ.get(name) or environ.get(name.upper(), "")

@@ -90,7 +90,7 @@ class S3Source(WebSource):
         return type(plain)(f"{fault}, requested {client.credentials}.", remedy=plain.remedy, details=details)
 
     def names(self) -> list[str]:
-        """See Listing. Leaves out keys that are not valid names, such as those of empty folders."""
+        """Return the names of the objects below the prefix. Leave out keys that are not valid names, such as those of empty folders."""
         below = f"{self._prefix}/" if self._prefix else ""
         with self._boto("") as boto:
             found = boto.get_paginator("list_objects_v2")
@@ -100,7 +100,7 @@ class S3Source(WebSource):
         return sorted(name for name in names if name_fault(name) is None)
 
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
-        """See Writable. Sends large objects in parts. Raises OSError if the file `content` cannot be read."""
+        """Store `content` as object `name`, in parts if it is large. Raise OSError if the file `content` cannot be read."""
         with opened(content) as stream, self._boto(name) as boto:
             key, more = self._key(name), self._payment or None
             boto.upload_fileobj(stream, self._bucket, key, ExtraArgs=more, Callback=sent)
@@ -110,7 +110,7 @@ class S3Source(WebSource):
         return f"{self._prefix}/{name}" if self._prefix and name else self._prefix or name
 
     def _move(self, region: str) -> None:
-        """Sign URLs for `region` from now on. Does nothing if the endpoint does not belong to Amazon."""
+        """Sign URLs for `region` from now on. Do nothing if the endpoint does not belong to Amazon."""
         with self._opening:
             if self._opened is not None and self._opened.amazon and self._region != region:
                 self._region, self._opened = region, None
@@ -141,6 +141,6 @@ class S3Source(WebSource):
 
 
 def _found(pattern: re.Pattern[bytes], body: bytes) -> str:
-    """Return the first group of the first match, or "". Uses no XML parser, because `body` is untrusted."""
+    """Return the first group of the first match, or "". Use no XML parser, because `body` is untrusted."""
     found = pattern.search(body)
     return found[1].decode("ascii") if found else ""

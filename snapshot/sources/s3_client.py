@@ -100,7 +100,7 @@ class S3Client:
 
         `own` are the secrets of a function. If `own` is given, even empty, the environment and the profile are not read. If
         `addresses` are given, the client connects only to these addresses. The client makes a request at most `attempts`
-        times. Raises SourceDenied if the credentials cannot be loaded, and SourceError if the settings are not valid.
+        times. Raise SourceDenied if the credentials cannot be loaded, and SourceError if the settings are not valid.
         """
         try:
             core = botocore.session.Session() if own is None else own_session(own)
@@ -199,7 +199,7 @@ def own_session(own: Mapping[str, str]) -> Any:
 
 
 def own_region(own: Mapping[str, str] | None) -> str | None:
-    """Return the region in `own`, or Amazon's first region. None if `own` is None."""
+    """Return the region in `own`, or us-east-1 if it has no region. None if `own` is None."""
     return None if own is None else own.get("AWS_REGION") or own.get("AWS_DEFAULT_REGION") or "us-east-1"
 
 

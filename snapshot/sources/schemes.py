@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def bucket(url: str) -> str:
-    """Return the beginning of a URL up to its first name, which is a bucket or the owner of repositories."""
+    """Return the beginning of a URL, up to and including its first name, which is a bucket or the owner of repositories."""
     name, _, rest = url.partition("://")
     # The ARN of an access point has a slash before its name.
     names = rest.split("/")[: 2 if rest.startswith("arn:") else 1]
@@ -90,9 +90,9 @@ class Scheme(NamedTuple):
         return SourceIdentity((*self.identity.families, *stores)).own(secrets)
 
     def open(self, url: str, secrets: Mapping[str, str] | None, access: Access) -> Source:
-        """Return the source of a folder's URL. Imports the module of the source only here, since ssl and HTTP take time to import.
+        """Return the source of a folder's URL. Import the module of the source only here, since ssl and HTTP take time to import.
 
-        Raises SourceDenied if connections must be checked, but cannot be checked. A client with the settings of this process
+        Raise SourceDenied if connections must be checked, but cannot be checked. A client with the settings of this process
         needs no check, because the function cannot choose where such a client connects to.
         """
         unchecks = self.connections is Connections.OF_A_CLIENT

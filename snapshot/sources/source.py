@@ -43,15 +43,15 @@ class Connection(Protocol):
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         """Request bytes [begin, end) of object `name`, 0 <= begin < end <= size, and wait for the response.
 
-        Returns the size and version in the response. If the previous range was not read to its end, its remaining
-        bytes are dropped. Raises SnapshotChanged if `version` is not "" and the object has another version.
-        Raises SourceMissing, SourceDenied, another SourceError or, if a retry may help, SourceUnavailable.
+        Return the size and version in the response. If the previous range was not read to its end, its remaining
+        bytes are dropped. Raise SnapshotChanged if `version` is not "" and the object has another version.
+        Raise SourceMissing, SourceDenied, another SourceError or, if a retry may help, SourceUnavailable.
         """
 
     def read_into(self, view: memoryview) -> int:
         """Read the next bytes of the range into `view`. Return their number: 0 only at the range's end.
 
-        Raises SourceUnavailable if the response ends before the range, or if nothing arrives for too long.
+        Raise SourceUnavailable if the response ends before the range, or if nothing arrives for too long.
         """
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class Source(Protocol):
         """The URL of the source, without credentials. It is shown in messages, and identifies the source."""
 
     def stat(self, name: str) -> ObjectInfo:
-        """Return the size and version of `name`. Raises SourceMissing."""
+        """Return the size and version of `name`. Raise SourceMissing."""
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         """Fill `view` with the bytes of object `name` that start at `offset`, and return their number.
@@ -100,7 +100,7 @@ class Kept(Protocol):
         """Forget the infos of the objects. The objects may have changed since they were read."""
 
     def prepare(self) -> None:
-        """Do the work of the first request in advance, such as imports. Raises SourceError or SourceDenied."""
+        """Do the work of the first request in advance, such as imports. Raise SourceError or SourceDenied."""
 
 
 @runtime_checkable
@@ -113,7 +113,7 @@ class Pinnable(Protocol):
 
 @runtime_checkable
 class Served(Protocol):
-    """A source on a server that its URL does not fully determine: secrets may name another endpoint."""
+    """A source whose URL does not fully determine its server: secrets may name another endpoint."""
 
     def served_at(self, name: str) -> str:
         """Return the URL at which object `name` is requested from the server, without credentials."""
@@ -147,7 +147,7 @@ class Attested(Protocol):
         """Return the byte string that contains object `name`."""
 
     def read_blob(self, blob: Blob, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of `blob` that start at `offset`. Raises what Source.read_into raises."""
+        """Fill `view` with the bytes of `blob` that start at `offset`. Raise what Source.read_into raises."""
 
     def corrupt(self, digest: str, fault: str) -> SnapshotCorrupt:
         """Return the error for a byte string that does not have its digest."""
@@ -169,14 +169,14 @@ class WrittenWhole(Source, Listing, Protocol):
     """A source whose objects are all written together: an artifact in a registry."""
 
     def begin_writing(self) -> None:
-        """From now on, also request the right to write. Raises SourceError if the URL cannot be written to."""
+        """From now on, also request the right to write. Raise SourceError if the URL cannot be written to."""
 
     def put_all(
         self, files: Mapping[str, Path | bytes], sent: Callable[[int], None] | None = None
     ) -> set[str]:
         """Replace all objects by `files` at once. Return the names of the files that the server already had.
 
-        Calls `sent` with the number of bytes of each part that was sent, or that the server already had. Raises
+        Call `sent` with the number of bytes of each part that was sent, or that the server already had. Raise
         SnapshotChanged if a file changes meanwhile.
         """
 
@@ -198,7 +198,7 @@ class ByteCounter:
 
 
 def listed(url: str, names: Iterable[str]) -> list[str]:
-    """Return `names`, the objects at `url`, as a list. Raises SourceError if there are more than LISTED_AT_MOST."""
+    """Return `names`, the objects at `url`, as a list. Raise SourceError if there are more than LISTED_AT_MOST."""
     found = list(islice(names, LISTED_AT_MOST + 1))
     if len(found) > LISTED_AT_MOST:
         fault = f"{url} has more than {LISTED_AT_MOST} objects."
@@ -207,7 +207,7 @@ def listed(url: str, names: Iterable[str]) -> list[str]:
 
 
 def below(folder: str, names: Iterable[str]) -> list[str]:
-    """Return the names in a folder and its subfolders, sorted and relative to the folder. Leaves out hidden files."""
+    """Return the names in a folder and its subfolders, sorted and relative to the folder. Leave out hidden files."""
     start = f"{folder}/" if folder else ""
     found = (name.removeprefix(start) for name in names if name.startswith(start))
     return sorted(name for name in found if name_fault(name) is None and "/." not in f"/{name}")
@@ -240,7 +240,7 @@ def changed(url: str, name: str, how: str) -> SnapshotChanged:
 
 
 def same_version(one: str, other: str) -> bool:
-    """Return True if two versions mean the same bytes. Ignores the W/ that a proxy may prepend to an ETag."""
+    """Return True if two versions mean the same bytes. Ignore the W/ that a proxy may prepend to an ETag."""
     return one.removeprefix("W/") == other.removeprefix("W/")
 
 

@@ -28,7 +28,7 @@ def system_trust(ca_bundle: str | None = None) -> ssl.SSLContext:
     """Return a context that trusts the authorities of this machine, or only those in the file `ca_bundle`.
 
     All sources of this process share the context, because loading the authorities takes 40 ms. If the files of the
-    authorities have changed, they are loaded again. Raises OSError if `ca_bundle` cannot be read.
+    authorities have changed, they are loaded again. Raise OSError if `ca_bundle` cannot be read.
     """
     paths = ssl.get_default_verify_paths()
     files = (ca_bundle,) if ca_bundle else (paths.cafile, paths.capath)
@@ -119,7 +119,7 @@ class TlsStream:
             self._raw.send(self._outgoing.read())
 
     def _fill(self, gathered: int = 0, timeout_s: float | None = None) -> bool:
-        """Wait for encrypted bytes. If `gathered` is at least GATHERED, gather that many. Return False at the end of the stream."""
+        """Wait for encrypted bytes. If `gathered` is at least GATHERED, gather that number of bytes. Return False at the end of the stream."""
         # At least `gathered` encrypted bytes will come, because encrypted data is longer than decrypted data.
         gather = gathered >= GATHERED
         wanted = min(gathered, RECEIVED_AT_ONCE) if gather else RECEIVED_AT_ONCE

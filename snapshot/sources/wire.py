@@ -61,8 +61,8 @@ class Wire:
     def connect(self, origin: ServerAddress) -> None:
         """Close the current socket and connect a new one to `origin`, with TLS for https, or through a proxy.
 
-        This takes at most `connect_timeout_s` in total. Raises SourceError if the environment names a proxy that cannot
-        be used, ProxyError, another OSError, or h11.RemoteProtocolError if the proxy does not use HTTP.
+        This takes at most `connect_timeout_s` in total. Raise SourceError if the environment names a proxy that cannot
+        be used, h11.RemoteProtocolError if the proxy does not use HTTP, and ProxyError or another OSError if connecting fails.
         """
         self.drop()
         deadline_s = time.monotonic() + self._connect_timeout_s
@@ -126,13 +126,13 @@ class Wire:
                     one.shutdown(socket.SHUT_RDWR)
 
     def opened(self, one: socket.socket) -> None:
-        """See Sockets."""
+        """Take over a socket that is being connected. Raise OSError if the wire is closed or its time is over."""
         with self._lock:
             self._sockets.append(one)
             self._check_open()
 
     def discard(self, one: socket.socket) -> None:
-        """See Sockets."""
+        """Close a socket that `connect` does not use."""
         with self._lock:
             if one in self._sockets:
                 self._sockets.remove(one)

@@ -41,7 +41,7 @@ class HostBuffers:
             self.give(self._new(size_bytes), None)
 
     def take(self, size_bytes: int) -> Tensor:
-        """Return a buffer of at least this size from which no copy reads any more. Blocks while all are in use."""
+        """Return a buffer of at least this size from which no copy reads any more. Block while all buffers are in use."""
         with self._changed:
             while (number := self._chosen(size_bytes)) is None and self._made == self._most:
                 self._changed.wait()

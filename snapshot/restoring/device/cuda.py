@@ -146,8 +146,8 @@ class CudaDevice:
         after: Sequence[CopyEvent] = (),
         then: Callable[[], None] | None = None,
     ) -> CopyEvent:
-        # Do not wait for `after`: these copies are earlier on the same stream as this copy, and the operations of their
-        # `then` are earlier on the same stream as the operations of this `then`.
+        # Do not wait for `after`: these copies were submitted earlier to the same stream as this copy, so they end before it. In
+        # the same way, the operations of their `then` end before the operations of this `then`.
         with self._on(self._stream):
             target.copy_(source, non_blocking=True)
             event = CudaEvent(self.device, self._stream)
@@ -161,7 +161,7 @@ class CudaDevice:
         return event
 
     def _record(self, memory: Tensor) -> None:
-        """Let the allocator reuse `memory` only after the operations that are on the default stream when `memory` is freed."""
+        """Let the allocator reuse `memory` only after the default stream has ended all operations that it has when `memory` is freed."""
         memory.record_stream(torch.cuda.default_stream(self.device))
 
     @contextmanager

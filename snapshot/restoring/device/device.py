@@ -20,7 +20,7 @@ from .buffers import HostBuffers
 from .copy_event import CopyEvent
 
 OLDEST_TORCH = "2.11"
-"""The oldest version of torch that supports weights on a device. tests/torch_names lists the names in that version."""
+"""The oldest version of torch that supports weights on a device. tests/torch_names lists the names of torch.cuda in that version."""
 AUTO, CPU = "auto", "cpu"
 _CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]{0,2}))?", re.ASCII)
 
@@ -31,15 +31,15 @@ class Device(Protocol):
     name: str
     device: torch.device
     made_s: tuple[float, float]
-    """When the creation of this object began and ended (monotonic clock). It includes the process's context on the device."""
+    """When the creation of this object began and ended (monotonic clock), including the process's context on the device."""
     buffers: HostBuffers
     """Host memory made by `buffer`. All devices of one kind in this process may share these buffers."""
 
     def empty(self, size_bytes: int) -> Tensor:
-        """Return uninitialised bytes on the device. Raises SnapshotError if the device has too little free memory."""
+        """Return uninitialised bytes on the device. Raise SnapshotError if the device has too little free memory."""
 
     def buffer(self, size_bytes: int) -> Tensor:
-        """Return uninitialised bytes of pinned host memory, for fast copies. Raises RuntimeError if pinning fails."""
+        """Return uninitialised bytes of pinned host memory, for fast copies. Raise RuntimeError if pinning fails."""
 
     def pin(self, memory: Tensor) -> bool:
         """Pin read-only memory of the host, such as mapped files, for fast copies. Return False if that is impossible.
@@ -71,7 +71,7 @@ class Device(Protocol):
         """Block until the device has ended all submitted work."""
 
     def resize(self, storage: UntypedStorage, size_bytes: int, *, copied_to: bool) -> None:
-        """Free the memory of a storage (size 0), or allocate it again. Raises SnapshotError if the device has too little memory.
+        """Free the memory of a storage (size 0), or allocate it again. Raise SnapshotError if the device has too little memory.
 
         The allocated memory is uninitialised. Nothing may use the storage during the call. Pass `copied_to` if the storage
         is a target of `copy`.
@@ -89,7 +89,7 @@ def find_device(name: str, gpus: int = 0) -> Device | None:
     """Return the device with a name, always as the same object. None for the host, where weights are mapped.
 
     "auto" is the first CUDA device. If there is no CUDA device, "auto" is the host, or an error if the function has
-    `gpus`. Raises SnapshotError if there is no such device. Call this only in a worker: the zygote must not use a device,
+    `gpus`. Raise SnapshotError if there is no such device. Call this only in a worker: the zygote must not use a device,
     because it forks.
     """
     check_name(name)

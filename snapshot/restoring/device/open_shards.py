@@ -42,7 +42,7 @@ class OpenShards:
             self._moved[chunk] = len(self._roots) - 1
 
     def read(self, segments: Sequence[Segment], into: memoryview) -> None:
-        """Read segments of files into the buffer of a piece. Raises SnapshotChanged if a file has become shorter."""
+        """Read segments of files into the buffer of a piece. Raise SnapshotChanged if a file has become shorter."""
         for segment in segments:
             if segment.step - segment.run > MOST_GAP_BYTES:
                 for number in range(segment.runs):

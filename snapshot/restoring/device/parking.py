@@ -33,7 +33,7 @@ def park(
 ) -> ParkedWeights:
     """Free the memory of `module` on the device of `upload`. Nothing may use the module until `unpark`.
 
-    `slabs` are the slabs of all uploads, because the weights of a module may come from several uploads. First wait for
+    `slabs` are the slabs of all uploads: weights of the module in the slab of another upload are not freed here. First wait for
     the end of the upload. If the upload has failed, `unpark` tries it again. Device memory of the handler that no
     parameter or buffer of the module uses is not freed.
     """
@@ -54,7 +54,7 @@ def park(
 def unpark(parked: ParkedWeights) -> DeviceUpload:
     """Allocate the memory again, and begin to copy the weights. Operations before the end of the copy need a `Gate`.
 
-    Raises SnapshotError if the device has too little free memory. Then the module stays parked.
+    Raise SnapshotError if the device has too little free memory. Then the module stays parked.
     """
     upload = parked.upload
     device, storage = upload.device, upload.slab.untyped_storage()

@@ -50,7 +50,7 @@ class PinnedShards:
     """The shards of a snapshot, in a second mapping, and their pinned windows."""
 
     def __init__(self, device: Device, flats: Sequence[Tensor]) -> None:
-        """`flats` are the shards, as `map_shared` maps them."""
+        """`flats` are the shards, mapped by `map_shared`."""
         self._device, self._flats = device, flats
         self._pinned = [[False] * -(-len(flat) // WINDOW_BYTES) for flat in flats]
         self._memories: list[Tensor] = []
@@ -79,7 +79,7 @@ class PinnedShards:
         self._memories.append(memory)
         self._pinned[shard][window] = True
         # Remove the pages from the page table of this process. They stay pinned. In the table, they would count as memory
-        # of the process, and the kernel would walk them whenever it measures the process, and at its end.
+        # of the process, and the kernel would walk them whenever it measures the process, and when the process ends.
         _libc.madvise(memory.data_ptr(), memory.nbytes, mmap.MADV_DONTNEED)
         return True
 

@@ -61,7 +61,10 @@ class Wanted(NamedTuple):
         return run * itemsize, run * itemsize
 
     def segments(self, begin: int, end: int, at: int) -> Iterator[Segment]:
-        """Yield segments of the shard for bytes [begin, end) of `file_bytes`. `at` is their offset in the piece."""
+        """Yield the segments of the shard that have bytes [begin, end) of the tensor, counted without the gaps between runs.
+
+        `at` is the offset of the first segment in the piece.
+        """
         run, step = self.runs
         while begin < end:
             number, inside = divmod(begin, run)
@@ -220,7 +223,7 @@ class SlabLayout:
             yield Span(self.offsets[first], end, tuple(numbers))
 
     def placed(self) -> list[tuple[int, int, int, str]]:
-        """Return for each tensor in the slab: 0, its first byte, the byte after its last byte, and its name."""
+        """Return the extent and the name of each tensor that is not empty (see `touch.Placed`). The slab is region 0."""
         pairs = zip(self.tensors, self.offsets, strict=True)
         return [(0, at, at + one.size_bytes, one.name) for one, at in pairs if one.size_bytes]
 

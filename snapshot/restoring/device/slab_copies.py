@@ -23,7 +23,7 @@ class SlabCopies:
     def __init__(
         self, device: Device, layout: SlabLayout, slab: Tensor, changed: threading.Condition, *, sums: bool
     ) -> None:
-        """With `sums`, compute a checksum of each span that is submitted piece by piece."""
+        """With `sums`, compute a checksum of each span, except the spans of `put_back`."""
         self._device, self._layout, self._slab, self._adds_up = device, layout, slab, sums
         self._changed = changed
         """Guards `events`. Notified when a copy is submitted."""
@@ -43,8 +43,8 @@ class SlabCopies:
 
     def submit(self, number: int, piece: SlabPiece, parts: Sequence[WindowPart]) -> CopyEvent:
         """Submit the copy of piece `number` from `parts`. Return the event of its end."""
-        # Store the event before another piece of the same group is submitted: the piece of a group that is
-        # submitted last converts the group, and the events of the other pieces show which piece is last.
+        # Store the event before another piece of the same group is submitted: the last piece of a
+        # group also converts the group, and a piece is the last if all other pieces of the group have events.
         with self._submitting:
             event = self._submit_next(number, piece, parts)
             with self._changed:

@@ -38,7 +38,7 @@ class DeviceUpload:
 
         Spans whose numbers are in `kept` are copied from `kept` instead. Without `parks`, no checksums are made, so `park`
         copies all weights to the host. `pinned` has the same shards, and pieces whose windows are pinned are copied from
-        it. Raises SnapshotError if the device has too little memory for a new slab.
+        it. Raise SnapshotError if the device has too little memory for a new slab.
         """
         self.device, self.layout, self.mapping = device, layout, mapping
         self.pinned = pinned
@@ -60,7 +60,7 @@ class DeviceUpload:
         )
         self._running = 0
         self._seen = 0
-        """The number of pieces, counted from the first one without a gap, that are known to be on the device."""
+        """All pieces with numbers lower than this are known to be on the device."""
         self.compared = False
         """True once it is known that the copied bytes fit the manifest."""
         self._error: PilotflameError | None = None
@@ -73,7 +73,7 @@ class DeviceUpload:
         self._files = OpenShards(self.mapping)
         if (arrival := self.mapping.arrival) is not None:
             arrival.attach(self._files)
-            # No listener need be removed: the arrival drops them when all chunks have landed.
+            # No listener need be removed: the arrival forgets its listeners when all chunks have landed.
             arrival.on_land(self._queue.land)
             arrival.on_fail(self.fail)
         self._running = min(self._threads(), self._queue.left)
@@ -112,14 +112,14 @@ class DeviceUpload:
     def precede(self, begin: int, end: int, timeout_s: float | None) -> None:
         """Let operations that this thread submits from now on run after the copy of bytes [begin, end) of the slab.
 
-        Raises the error of the fetch, or SourceUnavailable if the copies are not submitted within `timeout_s`.
+        Raise the error of the fetch, or SourceUnavailable if the copies are not submitted within `timeout_s`.
         """
         for event in self._submitted(self.layout.covering(begin, end), timeout_s):
             if not event.done():
                 event.precede()
 
     def end(self, timeout_s: float | None) -> None:
-        """Wait until all threads of this upload have ended their work. Raises SourceUnavailable after `timeout_s`."""
+        """Wait until all threads of this upload have ended their work. Raise SourceUnavailable after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._running, timeout_s):
                 raise self._late(timeout_s)
@@ -130,7 +130,7 @@ class DeviceUpload:
         )
 
     def wait(self, timeout_s: float | None) -> None:
-        """Block until all bytes are on the device, and no thread frees memory any more. Raises what `precede` raises.
+        """Block until all bytes are on the device, and no thread frees memory any more. Raise what `precede` raises.
 
         Afterwards a CUDA graph can be captured. A thread that frees memory during the capture would invalidate it.
         """
