@@ -118,7 +118,7 @@ class PilotflameError(Exception):
     """The base class of all errors.
 
     Each class has its own `code`. `status` is the HTTP status of a response with this error. A class that
-    sets no status has that of its parent.
+    sets no status has the status of its parent.
     """
 
     code: ClassVar[str] = "error"
@@ -152,7 +152,7 @@ class PilotflameError(Exception):
 
     @property
     def whole(self) -> PilotflameError:
-        """The error with the text for the owner of the function, which may say where its weights are."""
+        """The error with the text that only the owner of the function gets: it may say where the weights are."""
         if (fault := self.private.get("fault")) is None:
             return self
         others = {key: detail for key, detail in self.private.items() if key != "fault"}
@@ -337,7 +337,7 @@ class CallEnded(InvocationError, code="call_ended"):
 
     @classmethod
     def after(cls, error: PilotflameError) -> CallEnded:
-        """Return the error in place of one that was raised when a call may have run."""
+        """Return a CallEnded with the message of `error`, for a call that may have run. It has no `retry_after_s`."""
         remedy = f"{error.remedy} The call may have run: find out before you repeat it."
         return cls(error.message, remedy=remedy)
 
@@ -424,7 +424,7 @@ def for_callers(error: PilotflameError) -> PilotflameError:
 def wrapped(
     kind: type[E], error: PilotflameError, text: Callable[[str], str], *, remedy: str | None = None, details: Mapping[str, Any]
 ) -> E:  # fmt: skip
-    """Return an error of class `kind` for callers, whose cause is `error`. `text` returns its message for the message of `error`.
+    """Return an error of class `kind` for callers. Its cause is `error`, and `text` makes its message from the message of `error`.
 
     Its remedy is `remedy`, or the remedy of `error` if `remedy` is None. `details` are added to the details of `error`.
     """
@@ -532,7 +532,7 @@ class UnknownFile(PilotflameError, code="unknown_file", status=404): ...
 class UnknownFunction(PilotflameError, code="unknown_function", status=404):
     """The function does not exist, or the caller may not know that it exists.
 
-    In both cases the error comes from `named`, so that the caller cannot tell one from the other.
+    In both cases the error comes from `named`, so that the caller cannot distinguish them.
     """
 
     name = ""
@@ -542,7 +542,7 @@ class UnknownFunction(PilotflameError, code="unknown_function", status=404):
     def named(cls, name: str, known: Iterable[str] = ()) -> UnknownFunction:
         """Return the error for a function `name` that is missing, or that is not visible to the caller.
 
-        It names the closest of `known`, the functions visible to the caller.
+        Its remedy suggests the most similar names in `known`, the functions visible to the caller.
         """
         # The import takes time, and a worker never needs it.
         from difflib import get_close_matches  # noqa: PLC0415

@@ -33,7 +33,7 @@ PROGRAM = "pilotflame"
 _STDERR = 2
 _FILE = click.Path(dir_okay=False, path_type=Path)
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
-# For each command its module in `commands`, and the first sentence of its help.
+# Maps each command to its module in `commands`, and to the first sentence of its help.
 COMMANDS = {
     "backup": ("backup", "Write functions, jobs, keys and secrets to FILE, also while the gateway serves."),
     "delete": ("functions", "Delete a function and all its revisions."),
@@ -190,7 +190,7 @@ def _run(gateway: GatewaySettings, listening: Callable[[str], None], **how: Any)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with announced_start(gateway.port) as started, _failing_in(gateway.log_format):
-        # Imported here because it takes a second. --help does not need it, and commands already see the announcement.
+        # Import here, because this takes a second: --help does not need it, and other commands already see the announcement.
         from .ground.telemetry.gateway_log import MessageFormatter  # noqa: PLC0415
         from .main import run  # noqa: PLC0415
 

@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 YOUNG_OBJECTS = 20_000
 # Each block of this size or more gets a mapping of its own, which goes back to the kernel when the block is freed. By default,
 # glibc raises this size to that of the largest block that was freed, at most 32 MiB. Then bodies lie in the heap, where a small
-# block behind them keeps their memory.
+# block behind them keeps their memory from going back to the kernel.
 MAPPED_BYTES = 128 << 10
 _M_MMAP_THRESHOLD = -3
 # While the event loop is busy, another thread waits for this time until it gets the interpreter. By default, this is 5 ms.
@@ -44,7 +44,7 @@ class Stop(asyncio.Event):
     """An event that is set when the process must end, because of a signal or because it cannot serve."""
 
     def __init__(self, *, of_terminal: bool) -> None:
-        """`of_terminal`: the process ends with its terminal."""
+        """`of_terminal` is True if the process ends when its terminal closes."""
         super().__init__()
         self.signal: int | None = None
         self.error: PilotflameError | None = None

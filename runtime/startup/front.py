@@ -86,11 +86,11 @@ class FrontParts:
     alone: FunctionSettings | None
     """The gateway's only function; None if there may be several functions."""
     is_stale: Callable[[str | None], bool] | None = None
-    """See `Chain`."""
+    """Returns True if other gateways may serve a newer revision of the function, or of any function if the argument is None."""
 
 
 async def open_front(parts: FrontParts, stack: contextlib.AsyncExitStack) -> Front:
-    """Accept requests, as the last step of a start."""
+    """Start the HTTP server, as the last step of a gateway's start."""
     settings, node = parts.settings, parts.node
     endless = EndlessAnswers()
     backend = _backend(parts, endless)

@@ -34,8 +34,8 @@ async def join(
         from ..ground.storing.membership import Membership  # noqa: PLC0415
     incarnation, file = secrets.token_hex(8), folder / INCARNATION_FILE
     members = Membership(settings.database.get_secret_value(), incarnation, node_name(settings), __version__)
-    # This gateway has the lock of the state folder. So the gateway that wrote the file has ended, and its jobs need not wait
-    # for the end of its lease.
+    # This gateway has the lock of the state folder. So the gateway that wrote the file has ended, unless the folder is a
+    # copy. `open` checks this and ends the lease, so that the jobs of that gateway need not wait.
     previous = await asyncio.to_thread(private_files.read, file)
     members.first = previous is None
     await asyncio.to_thread(members.open, (previous or b"").decode())

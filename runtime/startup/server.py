@@ -1,4 +1,4 @@
-"""Starts a gateway inside the process: its parts in their order. Ends them in reverse."""
+"""Starts the parts of a gateway inside the process, in their order, and ends them in reverse."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def serve(settings: GatewaySettings, alone: FunctionSettings | None = None
         try:
             server = await startup(settings, stack, alone)
         except PilotflameError as error:
-            # A group of tasks on the stack would wrap it.
+            # A task group on the stack would wrap the error.
             failed = error
         else:
             yield server

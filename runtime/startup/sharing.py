@@ -23,7 +23,7 @@ from .state import State
 from .worker_shares import WorkerShares
 
 if TYPE_CHECKING:
-    # It needs psycopg, which a gateway without the setting need not have.
+    # The module needs psycopg, which a gateway without the setting `database` need not have.
     from ..ground.storing.membership import Membership
 
 
@@ -66,15 +66,15 @@ class SharedState:
         self._follower = share_functions(node, members.url, peers, self._advanced, self._refresh, stack)
 
     def is_stale(self, function: str | None) -> bool:
-        """Return True if other gateways may serve a newer revision of a function; None: of any function."""
+        """Return True if other gateways may serve a newer revision of the function, or of any function if it is None."""
         return not self._members.alive or self._follower.lags(function)
 
     async def catch_up(self) -> None:
-        """Bring the state folder to what the gateways share. Call it before stored functions are restored."""
+        """Update the state folder to the functions that the gateways share. Call it before stored functions are restored."""
         await self._follower.catch_up(first=self._members.first)
 
     def follow(self, revoked: Callable[[str], object]) -> None:
-        """Follow the other gateways from now on, after each heartbeat. `revoked` is called with the id of a key that has gone."""
+        """Follow the other gateways from now on, after each heartbeat. `revoked` gets the id of each key that was removed."""
         self._revoked = revoked
         _after_heartbeats(self._members, self._look, "shared_state", self._tasks, self._stack)
 
@@ -137,8 +137,8 @@ def share_functions(
     node: RunningNode, database: str, peers: GatewayPeers, advanced: Callable[[int], object],
     refresh: Callable[[], Awaitable[object]], stack: contextlib.AsyncExitStack,
 ) -> Follower:  # fmt: skip
-    """Return the follower of the other gateways' changes. `database` is a connection string of libpq, and its tables are there. For the
-    others see Follower.
+    """Return the follower of the other gateways' changes. `database` is a connection string of libpq. `advanced` and `refresh` are
+    passed to Follower.
 
     Await `catch_up` before the stored functions are restored, and `follow` about each second afterwards.
     """
@@ -166,7 +166,7 @@ def _unique(member: GatewayMember) -> str:
 def _after_heartbeats(
     members: Membership, look: Callable[[], Awaitable[None]], name: str, tasks: BackgroundTasks, stack: contextlib.AsyncExitStack
 ) -> None:  # fmt: skip
-    """Call `look` after each heartbeat that comes while it does not run."""
+    """Call `look` after each heartbeat. While `look` runs, further heartbeats cause only one more call, after its end."""
     news = asyncio.Event()
 
     async def run() -> None:

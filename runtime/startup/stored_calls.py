@@ -107,7 +107,7 @@ def _store(state: State, clock: SteadyClock, **more: Any) -> JobStore:
         LOG.warning(
             "the jobs in %s are not in the database: stop the gateway, and run `pilotflame move`", unused
         )
-    # They import psycopg, which `join` has found.
+    # These modules import psycopg, which `join` has found.
     from ..jobs.postgres.database import PostgresDatabase  # noqa: PLC0415
     from ..jobs.postgres.store import PostgresJobStore  # noqa: PLC0415
 

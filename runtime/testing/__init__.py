@@ -1,6 +1,6 @@
 """Tests for implementations outside this package: `DialectTests` (dialect.py), the base class of a dialect's tests.
 
-Subclass it in a test file of pytest, and give it what its docstring names. pilotflame does not install pytest.
+Subclass it in a test file of pytest, and set the attributes that it declares. pilotflame does not install pytest.
 Nothing else in pilotflame imports this package.
 """
 

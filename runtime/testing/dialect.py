@@ -71,7 +71,7 @@ print("\\n" + json.dumps(told))
 
 
 def run_python(script: str, *arguments: str) -> Any:
-    """Run a script in a new process that imports from the same folders. Return what its last line has as JSON."""
+    """Run a script in a new process that imports from the same folders. Return the JSON value in the last line that it prints."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(

@@ -91,8 +91,8 @@ class AsyncFunctionHandle:
     ) -> AsyncGenerator[Any, None]:  # fmt: skip
         """Call the function with each event, `concurrency` at the same time. Yield the answers in the order of the events.
 
-        A call that fails raises its error in its place, and ends the other calls. With `return_exceptions`, the error is
-        yielded instead. Use `contextlib.aclosing` if you may leave the loop early.
+        In place of the answer of a failed call, raise its error, and end the other calls. With `return_exceptions`,
+        yield the error instead. Use `contextlib.aclosing` if you may leave the loop early.
         """
         slots, room = slots_of(concurrency), asyncio.Semaphore(AHEAD * concurrency)
         calls = asyncio.Queue[asyncio.Task[Any] | None](AHEAD * concurrency + 1)

@@ -63,7 +63,7 @@ class _Failure(NamedTuple):
 
 
 class GatewaySession:
-    """The connections to the gateway at `url`, for each event loop that sends requests."""
+    """The connections to the gateway at `url`: a pool for each event loop that sends requests."""
 
     def __init__(self, url: str, *, api_key: str, retry_s: float) -> None:
         """A request is repeated for at most `retry_s` seconds."""

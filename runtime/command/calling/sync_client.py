@@ -36,7 +36,7 @@ class _LoopThread:
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin `work`, and return its future. Cancelling the future cancels the work."""
-        # `close` takes the same lock. So the loop begins this work before it ends, and then cancels it.
+        # `close` takes the same lock, so the loop has begun this work before it ends. At its end, the loop cancels the work.
         try:
             with self._lock:
                 return asyncio.run_coroutine_threadsafe(work, self._running())
@@ -125,14 +125,14 @@ class FunctionHandle:
         self._client, self._function = client, function
 
     def call(self, event: Any = None, *, timeout_s: float | None = None) -> Any:
-        """Call the function, as AsyncFunctionHandle.call does."""
+        """Call the function. The values, the result and the errors are the same as with AsyncFunctionHandle.call."""
         return self._client.loop.run(self._function.call(event, timeout_s=timeout_s))
 
     def map(
         self, events: Iterable[Any], *, concurrency: int = CONCURRENCY, timeout_s: float | None = None,
         return_exceptions: bool = False,
     ) -> Generator[Any, None, None]:  # fmt: skip
-        """Call the function with each event, as AsyncFunctionHandle.map does. The caller's thread reads the events."""
+        """Call the function with each event. This is the same as AsyncFunctionHandle.map, but the caller's thread reads the events."""
         slots, waiting = slots_of(concurrency), deque[Future[Any]]()
         try:
             for event in events:
@@ -150,7 +150,7 @@ class FunctionHandle:
                 future.cancel()
 
     def submit(self, event: Any = None, **options: Unpack[JobOptions]) -> JobHandle:
-        """Store a job, as AsyncFunctionHandle.submit does."""
+        """Store a job, and return it. The parameters are the same as with AsyncFunctionHandle.submit."""
         return JobHandle(self._client, self._client.loop.run(self._function.submit(event, **options)))
 
     def job(self, job_id: str) -> JobHandle:
@@ -169,7 +169,7 @@ class JobHandle:
         return self._client.loop.run(self._job.status())
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for the end of the job, as AsyncJobHandle.result does."""
+        """Wait for the end of the job, and return its output. Raise its error, or DeadlineExceeded after `timeout_s`."""
         return self._client.loop.run(self._job.result(timeout_s))
 
     def cancel(self) -> JobState:

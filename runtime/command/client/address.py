@@ -41,7 +41,7 @@ def trusted_authorities(url: str = "https:") -> ssl.SSLContext | None:
 
 
 def host_of(url: str) -> str:
-    """Return the host in the address of a gateway. Raise GatewayError if `url` has no host, or neither http nor https."""
+    """Return the host in the address of a gateway. Raise GatewayError if `url` has no host, or another scheme than http and https."""
     try:
         parsed, why = urlsplit(url), "it must begin with http:// or https:// and name a host"
         if parsed.scheme in ("http", "https") and parsed.hostname and parsed.port != 0:
@@ -63,7 +63,7 @@ def proxy_of(url: str) -> str | None:
 
 
 def authorization(api_key: str, url: str) -> dict[str, str]:
-    """Return the headers that send an API key to `url`. Raise Unauthorized if the key is malformed, or if `url` also has a user."""
+    """Return the headers that send an API key to `url`. Raise Unauthorized if the key is malformed, or if `url` has a user, who would replace it."""
     if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
         remedy = f"Check --api-key and {KEY_VARIABLE}; a key looks like pf_…."
         raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)

@@ -176,12 +176,12 @@ class Client:
         raise GatewayError("The deploy's progress broke off before its end.", remedy=remedy)
 
     def replace(self, name: str, how: str, **order: Any) -> dict[str, Any]:
-        """Change the live revision of a function, and return its status. `how` ends the path of the route, as in "restart"."""
+        """Change the live revision of a function, and return its status. `how` is the last segment of the route's path, such as "restart"."""
         path = path_of("v1", "functions", name, how)
         return json_of(self._connection.request("POST", path, json=order, timeout=DEPLOY_TIMEOUT))
 
     def logs(self, name: str, *, lines: int = 100, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield the last lines of a function's log. `query` is as in `gateway_log`."""
+        """Yield the last lines of a function's log. `query` has other parameters of the route, such as `follow`."""
         yield from self._lines(path_of("v1", "functions", name, "logs"), {"lines": lines, **query})
 
     def gateway_log(self, name: str, **query: Any) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ OWN = "pilotflame"
 
 
 def style(text: str, **how: Any) -> str:
-    """Return a styled text, for `echo` or `say` with `raw`. Control characters in `text` are escaped. `how` is as in `click.style`."""
+    """Return a styled text, for `echo` or `say` with `raw`. Control characters in `text` are escaped. `how` has the arguments of `click.style`."""
     return click.style(printable(text), **how) if text else ""
 
 
@@ -41,7 +41,7 @@ def echo(text: str = "", *, nl: bool = True, raw: bool = False) -> None:
 
 
 def say(text: str, *, raw: bool = False) -> None:
-    """Print a line on stderr. `raw` is as in `echo`."""
+    """Print a line on stderr. If `raw`, do not escape its control characters."""
     click.echo(text if raw else printable(text), err=True)
 
 
@@ -119,7 +119,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, apart:
     ]
     texts = [list(columns), *([printable(text) for text in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    # Use rich only to fold texts, and for characters of other widths, because it takes a millisecond for each row.
+    # Use rich only to fold texts, or if a character may not fill exactly one column, because rich takes a millisecond for each row.
     plain = all(text.isascii() and text.isprintable() for row in texts for text in row)
     if not plain or sum(widths) + 2 * (len(widths) - 1) > _columns():
         return _print_folded(texts, right)
@@ -177,7 +177,7 @@ def local_time(at: str | float) -> str:
 
 
 def age(moment: str) -> str:
-    """Return the time that has passed since `moment`, an ISO 8601 time, as `duration` writes it."""
+    """Return the time that has passed since `moment`, an ISO 8601 time, in its largest units, such as `2 h 5 min`."""
     return duration((datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
 
 
@@ -193,7 +193,7 @@ def duration(seconds: float) -> str:
 
 
 def snapshots(found: dict[str, Any]) -> str:
-    """Return the weights in the gateway's description of a function or a revision, or "" if it has no weights."""
+    """Return where the weights are, according to the gateway's description of a function or revision, or "" if it has none."""
     return found["snapshot"] or ", ".join(
         f"{name} = {where}" for name, where in found.get("snapshots", {}).items()
     )

@@ -38,13 +38,12 @@ MENDABLE: tuple[type[PilotflameError], ...] = (
 class FolderDeploy:
     """A folder that is deployed once, or again after each change.
 
-    A gateway on loopback gets the folder's path. If such a gateway does not see the same folder at this path, for example in
-    a container or behind a forwarded port, it gets the files. Every other gateway gets the files. With `upload`, every
-    gateway gets the files.
+    A gateway on loopback that sees the same folder at this path gets the path. Every other gateway gets the files, for
+    example a gateway in a container or behind a forwarded port. With `upload`, every gateway gets the files.
     """
 
     def __init__(self, client: Client, source: FunctionSource, *, upload: bool, **flags: bool) -> None:
-        """`Client.deploy` describes `flags`."""
+        """Pass `flags`, such as `install`, to `Client.deploy` and `Client.upload`."""
         self._client, self._source, self._flags = client, source, flags
         self._by_path = client.on_loopback and not upload
         self._function = ""
@@ -113,7 +112,7 @@ class FolderDeploy:
         ]
 
     def _guessed_name(self) -> str:
-        """Return the name that the gateway will give the function, or "" if the files are too small for the import."""
+        """Return the name that the gateway will give the function, or "" if the settings are invalid or the files too small to ask."""
         if sum(file.size for file in select(self._source.folder)) < WORTH_ASKING_BYTES:
             return ""
         from ...ground.settings.function_settings import read_settings  # noqa: PLC0415  pydantic takes 0.3 s to import

@@ -52,10 +52,10 @@ def lacks_weights(folder: Path) -> bool:
 
 
 def _name_of(folder: Path) -> str:
-    """Return the function's name for a folder. Raise SettingsError if a new folder should have another name.
+    """Return the function's name for a folder. Raise SettingsError if the name of a new folder is not valid.
 
-    The user has not chosen the name of an existing folder for this function. So the function gets the most similar
-    valid name.
+    For an existing folder, return the most similar valid name, because the user has not chosen the folder's name for
+    this function.
     """
     last = folder.resolve().name
     name = slug(last)

@@ -103,7 +103,7 @@ def find_template(where: str) -> str:
         raise SnapshotError(f"{where} is not a folder.", remedy=remedy)
     source = open_source(where)
     # Check the format first, because this check lists the files. The list fails only if the whole repository is missing. So
-    # this error comes before the error of a missing config.json.
+    # the user reads that the repository is missing, and not that config.json is.
     _check_format(source, where)
     config = _read_object(source, "config.json")
     if config is None:
@@ -150,7 +150,7 @@ def _check_format(source: Source, where: str) -> None:
 
 
 def _check_tokenizer(source: Source, where: str) -> None:
-    """Raise SnapshotError if the source has no tokenizer. Transformers would make an empty one and answer wrongly."""
+    """Raise SnapshotError if the source has no tokenizer. Transformers would make an empty tokenizer and answer wrongly."""
     names = source.names() if isinstance(source, Listing) else list(_TOKENIZERS)
     if not any(name in _TOKENIZERS or name.endswith(_SENTENCEPIECE) for name in names):
         remedy = f"Save the tokenizer there too, as tokenizer.save_pretrained does: one of {', '.join(_TOKENIZERS)}."
@@ -181,7 +181,7 @@ def _read_object(source: Source, name: str) -> dict[str, Any] | None:
 
 
 def _read_json(source: Source, name: str) -> Any:
-    """Return the JSON in an object of a source, or None if there is no such object. Raise SnapshotError."""
+    """Return the JSON in an object of a source, or None if there is no such object. Raise SnapshotError if it is too large or is not JSON."""
     try:
         size_bytes = source.stat(name).size_bytes
     except SourceMissing:

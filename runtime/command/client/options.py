@@ -205,7 +205,7 @@ def gateway_defaults(*, standalone: bool, state_dir: Path | None) -> Iterator[di
     """Yield defaults for the gateway's settings: a platform's $PORT or $AIP_HTTP_PORT, and temporary folders.
 
     The container of a `standalone` function usually has no home. So unless the user names a state folder, the state is in a
-    temporary folder, which is deleted at the end. If the home is not writable, the cache is there too.
+    temporary folder, which is deleted at the end. If the home is not writable, the temporary folder also has the cache.
     """
     # Vertex AI sets AIP_HTTP_PORT. Other platforms set PORT.
     found = os.environ.get("PORT") or os.environ.get("AIP_HTTP_PORT")

@@ -46,7 +46,7 @@ def public_key(text: str) -> str:
 
 
 def of_caller() -> dict[str, str]:
-    """Return the variables, such as a token for web servers, that a gateway takes only from a function's secrets."""
+    """Return the environment variables that a gateway takes only from a function's secrets, such as a token for web servers."""
     families = tuple(
         one
         for scheme in SCHEMES.values()

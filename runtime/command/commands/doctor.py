@@ -207,7 +207,7 @@ def database_answers(url: str) -> Check:
 
 
 def _open_files() -> Check:
-    # Check the hard limit, because the gateway raises its soft limit to it.
+    # Check the hard limit, because the gateway raises its soft limit to the hard limit.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found, remedy = str(hard), f"ulimit -Hn {GOOD_OPEN_FILES}"
     if hard < MIN_OPEN_FILES:

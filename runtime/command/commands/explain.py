@@ -59,7 +59,7 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
 
 
 def _in_words(reason: str) -> str:
-    """Return a reason of the row, such as "plan lets 1 stay". Replace a cause that is not the name of a setting by plain words."""
+    """Return a reason such as "plan lets 1 stay". If _CAUSES has a phrase for its first word, replace the word by the phrase."""
     cause, _, rest = reason.partition(" ")
     return f"{_CAUSES.get(cause, cause)} {rest}"
 

@@ -261,7 +261,7 @@ def prefetch(*, names: tuple[str, ...], every: bool, client: Client, as_json: bo
 
 
 def _prefetched(client: Client, name: str) -> dict[str, Any]:
-    """Return facts about the image and the weights of a function, or the function's error. Raise GatewayUnreachable."""
+    """Return facts about the image and the weights of a function, or the function's error. Raise GatewayUnreachable if no gateway answers."""
     try:
         return client.prefetch(name)
     except GatewayUnreachable:
@@ -380,7 +380,7 @@ def _settings(status: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _origin(origins: dict[str, str], key: str) -> str:
-    """Return the origin of a setting: where it, or else a key below it, or else the table that contains it, was set."""
+    """Return where a setting was set. If it was not set itself, return where a key below it was set, or else its table."""
     below = (origin for name, origin in origins.items() if name.startswith(f"{key}."))
     return origins.get(key) or next(below, None) or origins.get(key.partition(".")[0]) or DEFAULT
 

@@ -67,7 +67,7 @@ def run_job(
 
 
 class _Jobs(click.Group):
-    """If a user writes the name of a function in place of a command, says how to list its jobs."""
+    """The group `jobs`. If a user writes a function's name in place of a command, the error says how to list its jobs."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -107,7 +107,7 @@ def _audit(settings: GatewaySettings, before: Set[str], after: Set[str]) -> None
 
 
 def _with_keys(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --state-dir, --url, --api-key and --json. Pass `as_json`, and the opened keys as `store`."""
+    """Add --state-dir, --url, --api-key and --json. Pass `as_json`, and as `store` what `_open_keys` yields."""
 
     @functools.wraps(command)
     def opening(*, url: str, api_key: str, state_dir: Path | None, **values: Any) -> Any:
@@ -270,7 +270,7 @@ def create_key(
 
 
 def _issuer(url: str | None, **more: str | None) -> dict[str, Any]:
-    """Return the field of a new key for the options of an issuer."""
+    """Return the field `issuer` of a new key, made from the options. Without --issuer, return no field."""
     given = {name: value for name, value in more.items() if value is not None}
     if url is None and given:
         raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} needs --issuer.")

@@ -1,4 +1,4 @@
-"""The command that computes the beginnings of prompts ahead: `pilotflame snapshot prefixes`."""
+"""The command that computes beginnings of prompts before calls need them: `pilotflame snapshot prefixes`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def prefixes(model: Path, file: Path, output: Path, as_json: bool) -> None:
 
 
 def _read(file: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Return the beginnings of a file. Raise BadInput, which names the field."""
+    """Return the beginnings of prompts in a file. Raise BadInput, which names the wrong field, if the file is not valid."""
     try:
         found = BEGINNINGS.validate_json(file.read_bytes())
     except ValidationError as error:

@@ -70,7 +70,7 @@ def record(*, source: options.FunctionSource, input_file: Path | None, as_json: 
 
 
 def _told(weights: Path, manifest: Manifest, order: list[str]) -> tuple[dict[str, Any], str]:
-    """Write the order of a snapshot into its manifest. Return the facts for --json, and the text for people.
+    """Write the order in which tensors were touched into the manifest of their snapshot. Return the facts for --json, and the text for people.
 
     If no tensor was touched, leave the manifest unchanged.
     """

@@ -219,7 +219,7 @@ def _cache_row(facts: dict[str, Any]) -> tuple[str, ...]:
 def _written_bytes(folder: Path) -> int:
     """Return the number of bytes that were written to the files in `folder`.
 
-    The sizes of the files and their numbers of blocks do not show it, because both are complete from the start.
+    The sizes of the files and their numbers of blocks do not show this: files have their full size and all blocks from the start.
     """
     total = 0
     for path in folder.rglob("*"):

@@ -113,7 +113,7 @@ class Backend:
         """Return the function and the body.
 
         If a new revision becomes live while the body arrives, the returned function has the new revision. `most` lowers
-        the function's own limit for bodies. Raises UnknownFunction, and the errors of `requests.read_body`.
+        the function's own limit for bodies. Raise UnknownFunction, and the errors of `requests.read_body`.
         """
         revision = self.functions.get(name).revision
         limit = self.body_limit(revision)

@@ -133,8 +133,8 @@ class CredentialsApi:
 
     async def _set(self, function: str, key: str, value: str) -> bool:
         """Set a secret, and return True if it replaced a value. Raise UnknownFunction if another gateway has deleted
-        the function or given its name to another owner. Otherwise, the next function of this name would get the
-        secret.
+        the function or given its name to another owner. Without this check, the next function of this name
+        would get the secret.
         """
         live, shared = self.rollouts.functions.find(function), self.rollouts.functions.shared
         record = None if live is None else live.record

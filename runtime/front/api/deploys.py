@@ -117,8 +117,8 @@ class Deploys:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[bytes]()
 
         def tell(name: str, told: BaseModel) -> None:
-            # Threads of the deploy report some events. Pass the events of the event loop through `call_soon_threadsafe`
-            # too, so that all events keep their order.
+            # Threads of the deploy report some events, and the event loop reports the others. Pass all events through
+            # `call_soon_threadsafe`, so that they keep their order.
             loop.call_soon_threadsafe(events.put_nowait, event(name, told.model_dump_json().encode()))
 
         progress = DeployProgress(lambda change: tell(_NAMES[type(change)], change))

@@ -148,7 +148,7 @@ class Invoker:
         extra: Mapping[str, Any] | None = None,
         content_type: str = JSON_TYPE,
     ) -> Output:
-        """Call a function with a body, by default JSON, and return its output as `collected` does. Raise its error.
+        """Call a function with a body, by default JSON. Return its output, a stream as one JSON array. Raise its error.
 
         `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled. The handler
         reads `extra` as `context.extra`.
@@ -169,8 +169,8 @@ class Invoker:
         extra: Mapping[str, Any] | None = None,
         content_type: str = JSON_TYPE,
     ) -> tuple[Revision, Invocation]:
-        """Submit an invocation, and return what `begin` returns. Count an error as `refused` does, and raise it. `call`
-        explains the parameters.
+        """Submit an invocation, and return (revision, invocation). Count an error as a refused call, and raise it. The
+        parameters are the same as with `call`.
         """
         request_id = id_of(request)
         try:

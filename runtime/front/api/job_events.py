@@ -51,9 +51,9 @@ def job_encoder(
     show: Callable[[Job], Mapping[str, Any]],
     numbered: Callable[[Iterable[tuple[int, bytes]]], Iterable[tuple[int, bytes]]] = iter,
 ) -> JobEncoder:
-    """Return an encoder of the events `status`, `output`, and at the end `completed` or `error`, with the job that `show` returns.
+    """Return an encoder of the events `status`, `output`, and at the end `completed` or `error`, with the result of `show`.
 
-    `numbered` may change the pieces of the output.
+    `numbered` gets the new pieces with their numbers, and returns the numbers and texts of the events `output`.
     """
     state: JobState | None = None
 

@@ -223,7 +223,7 @@ async def _asked(
 
 
 async def waited(backend: Backend, request: web.Request, wait_s: float) -> Job:
-    """Return the job in the path when it has ended, or after `wait_s`."""
+    """Return the job that the request's path names, once it has ended or after `wait_s`."""
     job = await backend.jobs.store.glance(*named(request))
     return await backend.jobs.wait(job.function, job.id, wait_s)
 
@@ -236,13 +236,13 @@ async def newest(backend: Backend, request: web.Request) -> list[Job]:
 
 
 async def retried(backend: Backend, request: web.Request) -> Job:
-    """Queue the job in the path again, and return it. Raise UnknownFunction if its function was deleted."""
+    """Queue the job that the request's path names again, and return it. Raise UnknownFunction if its function was deleted."""
     backend.functions.get(request.match_info["function"])
     return await backend.jobs.store.retry(*named(request))
 
 
 async def purged(backend: Backend, request: web.Request) -> int:
-    """Cancel the caller's waiting jobs of the function in the path, and return their number."""
+    """Cancel the caller's waiting jobs of the function that the path names, and return their number."""
     function = backend.functions.get(request.match_info["function"]).record.function
     return await backend.jobs.purge(function, owner_of(request))
 

@@ -30,7 +30,7 @@ from ..http.routes import Flag, Number, Parameter, Route, UnixTime
 
 MAX_LINES = 10_000
 MAX_SENDING_BYTES = 256 << 20
-"""Limit for the stored lines that all answers are sending, in bytes. The owners of API keys share it."""
+"""Limit in bytes for the stored lines that all answers together are sending. The owners of API keys share it."""
 NAMES = (GATEWAY, AUDIT, ACCESS)
 LINES = Number("lines", "The largest number of lines, the last ones.", 100, maximum=MAX_LINES)
 FOLLOW = Flag("follow", "Go on with new lines until the gateway ends, the API key, or the function.")
@@ -119,7 +119,7 @@ class LogsApi:
 
 
 def _query(request: web.Request) -> LogQuery:
-    """Return the query of the request. Raises BadInput."""
+    """Return the query of the request. Raise BadInput if a parameter is not valid."""
     sent = request.query
     level = sent.get(LEVEL.name, LogLevel.DEBUG).lower()
     if level not in list(LogLevel):

@@ -185,7 +185,7 @@ class PlainCall(Passage):
         self._end(response)
 
     def _end(self, response: Response) -> None:
-        """Pass the last steps. A large or compressed body passes them in a task."""
+        """Let a response pass the last steps. If its body is large or compressed, do this in a task."""
         media_type = response.headers.get("Content-Type", JSON_TYPE).partition(";")[0]
         coding = name_coding(self.headers, response.headers, media_type, response.body)
         if coding or len(response.body) > SLICE_BYTES:

@@ -100,7 +100,7 @@ class ApiPlugin:
     plain_paths: ClassVar[str | tuple[str, ...]] = ""
     """The beginnings of the paths of plain calls that the plugin serves as a `PlainApi` (`plain_calls.py`); "" for none."""
     unrouted: ClassVar[Mapping[str, ErrorFormat]] = {}
-    """The forms of errors for paths without a route, by the beginnings of the paths."""
+    """Maps beginnings of paths to the formats of errors for paths without a route."""
     webhook_bodies: ClassVar[WebhookBodies] = {}
     """The forms of webhooks that jobs of this plugin have."""
     root: ClassVar[Mapping[str, str]] = {}
@@ -311,7 +311,7 @@ class Plugins:
 
     @property
     def unrouted(self) -> dict[str, ErrorFormat]:
-        """The forms of errors for paths without a route, by the beginnings of the paths."""
+        """The formats of errors for paths without a route, by the beginnings of the paths."""
         return {path: form for plugin in self.all for path, form in plugin.unrouted.items()}
 
     @property

@@ -83,7 +83,7 @@ class Standalone:
 
     async def hold(self, request: web.Request, path: str) -> None:
         """Let a call wait for the first deploy, at most as long as it may wait for a worker. Raise ActivationTimeout,
-        QueueFull or GatewayError.
+        QueueFull if too many calls wait, or GatewayError if the gateway is closing.
         """
         if not self._live.is_set() and (request.method, path) in self._calls:
             await self._wait(seconds(request.headers, HOLD, self._hold_s, MAX_HOLD_S))

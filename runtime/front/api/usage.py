@@ -80,7 +80,7 @@ class UsageApi:
 
 
 def _query(request: web.Request) -> UsageQuery:
-    """Return the caller's query, limited to the functions that the caller may see. Raise BadInput or UnknownFunction."""
+    """Return the caller's query, limited to the functions that the caller may see. Raise BadInput if it is not valid, or UnknownFunction."""
     sent, now, caller = request.query, time.time(), caller_of(request)
     try:
         by = UsageKey(sent.get(BY.name, UsageKey.FUNCTION))

@@ -26,8 +26,8 @@ from .deltas import Deltas
 from .targets import with_targets
 
 MAX_ON_LOOP_BYTES = 128 << 10
-"""The largest answer or piece that is encoded on the event loop. A thread encodes larger ones, such as a piece with the
-logprobs of a long prompt, in the turn of their caller.
+"""The largest answer or piece that is encoded on the event loop. Larger ones, such as a piece with the logprobs of a
+long prompt, are encoded in threads, which serve callers in turn.
 """
 AHEAD = "X-Queue-Ahead"
 """A header of a stream that begins while its call waits for a worker. Its value is the number of calls of the same

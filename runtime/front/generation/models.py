@@ -23,7 +23,7 @@ class Generator(NamedTuple):
     adapter: str
 
     def event(self, given: GenerationRequest) -> GenerationRequest:
-        """Return the event that asks this model."""
+        """Return `given` as the event of this model: with its adapter, if it has one."""
         return given.model_copy(update={"adapter": self.adapter}) if self.adapter else given
 
 

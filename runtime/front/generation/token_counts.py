@@ -53,7 +53,7 @@ _TOKENS = re.compile(rb'"tokens"\s*:\s*(\d{1,9})')
 
 
 class TokenCounts:
-    """Observes the models of a gateway."""
+    """Counts the tokens of all models of a gateway."""
 
     def __init__(self, functions: Functions, keyring: Keyring) -> None:
         self._functions, self._keyring = functions, keyring

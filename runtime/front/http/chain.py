@@ -134,7 +134,7 @@ class Chain:
             )  # fmt: skip
 
     def turn_of(self, owner: str) -> InTurn:
-        """Return a function that runs work on large bodies in a thread, in the turn of their owner."""
+        """Return a function that runs work on a large body in a thread once it is the turn of `owner`."""
         return partial(self.bodies.in_turn, owner)
 
     def _note_quota(self, passage: Passage, error: QuotaExceeded) -> None:

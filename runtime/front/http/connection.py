@@ -114,8 +114,8 @@ class ClientConnection(web.RequestHandler):
             self._unparsed.go_on(self)
 
     def set_parser(self, parser: Any, data_received_cb: Callable[[], None] | None = None) -> None:
-        """aiohttp calls this for a WebSocket whose handshake has been answered. Before the handshake is answered,
-        aiohttp itself limits the bytes that it buffers.
+        """Begin a WebSocket. aiohttp calls this once the handshake has been answered. Before, aiohttp itself limits
+        the bytes that it buffers.
         """
         self._unparsed.is_socket, self._unparsed.body = True, None
         super().set_parser(parser, data_received_cb)
@@ -170,7 +170,7 @@ class ClientConnection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a response, as aiohttp does, and note that its request does not run any more."""
+        """Let aiohttp send a response. Then note that its request no longer runs."""
         try:
             return await super().finish_response(request, resp, start_time)
         finally:

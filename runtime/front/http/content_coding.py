@@ -19,8 +19,8 @@ class _Decompressor(Protocol):
 
 
 def _deflate(body: bytes) -> _Decompressor:
-    """Return a decompressor for "deflate". Some clients omit the zlib header. The low four bits of its first byte are
-    8.
+    """Return a decompressor for "deflate". Some clients omit the zlib header, whose first byte
+    ends with the four bits 1000.
     """
     return ZLibDecompressor("deflate", suppress_deflate_header=body[0] & 0xF != 8)
 
@@ -38,7 +38,7 @@ CODINGS = frozenset(("gzip", "deflate", "zstd", "br"))
 
 def unpack(body: bytes, coding: str, limit: int) -> bytes:
     """Return the decompressed body. If it is larger than `limit`, return only its beginning, which is longer than
-    `limit`. Block the thread, so call this in a thread of its own.
+    `limit`. This blocks, so call it in a thread.
 
     Raise UnsupportedMedia without the package of the coding, and BadInput if the body does not have this coding.
     """

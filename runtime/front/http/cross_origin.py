@@ -36,7 +36,7 @@ MAX_HEADERS_CHARS = 4096
 _LOCAL = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
 _PRIVATE_NETWORK = "Access-Control-{}-Private-Network"
 _FETCH_SITE, _FETCH_DEST = istr("Sec-Fetch-Site"), istr("Sec-Fetch-Dest")
-# "none": the user has entered the address. Programs send no such header.
+# A browser sends "none" if the user has entered the address. Programs send no such header, which gives None.
 _OWN_SITES = (None, "none", "same-origin")
 
 
@@ -58,7 +58,7 @@ class CrossOrigin:
         self._everywhere = Cors(origins=tuple(origins))
 
     def check(self, headers: Headers, path: str, function: str | None) -> None:
-        """Raise Forbidden if a web page that may not call the route with this registered path has caused the request.
+        """Raise Forbidden if the request comes from a web page that may not call the route with this registered path.
 
         A page can send requests to each gateway that its browser reaches. The page's own host name may resolve to
         127.0.0.1 (DNS rebinding). A page cannot forge the headers Host, Origin and Sec-Fetch-*, which the browser sets.
@@ -84,13 +84,13 @@ class CrossOrigin:
 
     def _is_own(self, origin: str, host: str | None, site: str | None) -> bool:
         """Return True if this gateway has served the page. A proxy may have changed the scheme and the Host, so
-        `same-origin` may also count.
+        the header `same-origin` of the browser may also count.
         """
         proxied = site == "same-origin" and (_names_loopback(origin) or not self._is_open())
         return proxied or origin.partition("://")[2] == host
 
     def _is_link(self, headers: Headers) -> bool:
-        """Return True if the request loads an app at its own host name into a window, as after a login at another site.
+        """Return True if the request opens a function's app, at its host name, in a window, as after a login elsewhere.
         No other page can read the response.
         """
         in_window = headers.get(_FETCH_DEST) == "document" and not self._is_open()
@@ -142,8 +142,8 @@ class CrossOrigin:
             response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = EVERY
 
     def _settings(self, origin: str, path: str, function: str | None) -> Cors | None:
-        """Return the settings that allow the origin: the settings of the function, or else of the gateway. None if
-        neither allow it.
+        """Return the settings that allow the origin: the settings of the function, or else of the gateway. Return
+        None if neither allows the origin.
         """
         if path not in self._paths:
             return None

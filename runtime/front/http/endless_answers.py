@@ -31,7 +31,7 @@ class EndlessAnswers:
                     del self._limits[limit]
 
     def close(self) -> None:
-        """End all answers in the next turn of the event loop. Tasks that are scheduled already send data first."""
+        """End all answers in the next turn of the event loop. Tasks that are already scheduled run before, and may send data."""
         self._closed = True
         self._end(self._limits)
 

@@ -142,11 +142,11 @@ class Guard:
         )
 
     async def find_signer(self, request: web.Request, path: str) -> Held | None:
-        """Return the API key that has signed the request, or the API key whose rights its issuer's token has. Return
-        None if the request contains an API key itself or needs none.
+        """Return the API key that has signed the request, or the API key that the request's token of an issuer stands
+        for. Return None if the request contains an API key itself or needs none.
 
-        If this returns a key, the key's meter counts the request. Raises the errors of `find_issuer`, and those of
-        `read_sent`, because a signature covers the body as it was sent.
+        If this returns a key, the key's meter counts the request. Raise the errors of `find_issuer`, and those of
+        `read_sent`: a signature covers the body as it was sent, so the body is read first.
         """
         signer = await self._find_signer(request) if path in self._signed else None
         return await self.find_issuer(request.headers) if signer is None else signer
@@ -169,7 +169,7 @@ class Guard:
         """Admit a request to the route of this method and registered path. Call `leave` of the result.
 
         `signer` is the key that has signed the request, if the request does not contain the key itself. The meter of
-        `signer` already counts the request. Raises Unauthorized, Forbidden, QuotaExceeded, UnknownFunction if the key
+        `signer` already counts the request. Raise Unauthorized, Forbidden, QuotaExceeded, UnknownFunction if the key
         does not cover the function, or Overloaded if a client behind a proxy has too many requests.
         """
         admitted = self._admit(headers, route, function, transport, signer)
@@ -266,9 +266,9 @@ class Guard:
     async def _find_signer(self, request: web.Request) -> Held | None:
         """Return the key that has signed the request, or None if the request is not signed or contains the key itself.
 
-        If this returns a key, the key's meter counts the request. Raises Unauthorized if the signature is not valid,
-        QuotaExceeded and Overloaded. Also raises the errors of `read_sent`, because a signature covers the body as it
-        was sent.
+        If this returns a key, the key's meter counts the request. Raise Unauthorized if the signature is not valid,
+        QuotaExceeded and Overloaded. Also raise the errors of `read_sent`, which reads the body, because a signature
+        covers it.
         """
         headers, now_s = request.headers, time.time()
         signed = headers.get("Authorization", "").startswith(SCHEME) and SESSION_TOKEN not in headers
@@ -288,9 +288,9 @@ class Guard:
         return held
 
     async def find_issuer(self, headers: Headers) -> Held | None:
-        """Return the API key whose rights an issuer's token has, or None if the request has no such token.
+        """Return the API key as which the request's token of an issuer acts, or None if it has no such token.
 
-        If this returns a key, the key's meter counts the request. Raises Unauthorized, QuotaExceeded, or GatewayError
+        If this returns a key, the key's meter counts the request. Raise Unauthorized, QuotaExceeded, or GatewayError
         if the issuer's keys cannot be fetched.
         """
         if not (token := self._issued(headers)):
@@ -371,7 +371,7 @@ def _methods(route: Route) -> tuple[str, ...]:
 
 
 def _enter(meter: Meter) -> None:
-    """Count a request. Raises QuotaExceeded if the key may send no request now."""
+    """Count a request. Raise QuotaExceeded if the key may send no request now."""
     check_quota(meter, meter.enter(time.monotonic()))
 
 

@@ -36,7 +36,7 @@ class IncomingBodies:
             self.remove(owner, len(body))
 
     async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
-        """Run `work` in a thread, in the turn of its owner, and return its result."""
+        """Run `work` in a thread once it is the turn of `owner`, and return its result."""
         return await self._threads.run(work, owner=owner)
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class ArrivingBytes:
     """Counts the bytes that have arrived on a connection, but belong to no message that the gateway has taken.
 
     Another library assembles the messages. Only this library knows how many bytes belong to unfinished messages, so the
-    caller passes the most bytes that they can have.
+    caller passes an upper bound for that number.
     """
 
     def __init__(self, bodies: IncomingBodies, owner: str) -> None:
@@ -76,7 +76,7 @@ class ArrivingBytes:
 
     def change(self, by: int, most: int) -> None:
         """Count `by` bytes more (fewer if it is negative), but at most `most` in all. Raise Overloaded, and do not
-        change the count, if it would exceed the owner's share of the limit.
+        change the count, if the new count would exceed the owner's share of the limit.
         """
         more = min(max(0, self._size + by), most) - self._size
         if more > 0:

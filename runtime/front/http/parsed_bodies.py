@@ -52,7 +52,7 @@ PARSED_BODIES = web.AppKey("parsed_bodies", ParsedBodies)
 
 
 async def parsed(request: web.Request, body: bytes, work: Callable[[bytes], T], *, called: bool = False) -> T:
-    """Return the result of `work`, which parses and checks the body of a request, or the output of a function that was `called`."""
+    """Return the result of `work`, which parses and checks `body`: a request's body, or with `called`, the output of a function."""
     if len(body) <= MAX_ON_LOOP_BYTES:
         return work(body)
     return await request.app[PARSED_BODIES].read(caller_of(request).owner, body, work, called=called)

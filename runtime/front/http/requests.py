@@ -95,7 +95,7 @@ def owner_of(request: web.Request) -> str:
 async def read_body(
     request: web.Request, limit: int, timeout_s: float | None = None, *, remedy: str = TOO_LARGE_REMEDY
 ) -> bytes:
-    """Return the unpacked body. Raises InputTooLarge, with `remedy`, as soon as the body exceeds `limit` bytes, packed
+    """Return the unpacked body. Raise InputTooLarge, with `remedy`, as soon as the body exceeds `limit` bytes, packed
     or unpacked, and the errors of `read_sent` and `unpack`.
     """
     body = await read_sent(request, limit, timeout_s, remedy=remedy)
@@ -113,7 +113,7 @@ async def read_body(
 
 
 async def in_turn(request: web.Request, work: Callable[[], T]) -> T:
-    """Run `work` in a thread, in the turn of the request's caller, and return its result."""
+    """Run `work` in a thread once it is the turn of the request's caller, and return its result."""
     return await request.app[INCOMING].in_turn(caller_of(request).owner, work)
 
 
@@ -125,9 +125,9 @@ def coding_of(headers: Headers) -> str:
 async def read_sent(
     request: web.Request, limit: int, timeout_s: float | None = None, *, remedy: str = TOO_LARGE_REMEDY
 ) -> bytes:
-    """Return the body as it was sent. Raises InputTooLarge, with `remedy`, as soon as it exceeds `limit` bytes.
+    """Return the body as it was sent. Raise InputTooLarge, with `remedy`, as soon as it exceeds `limit` bytes.
 
-    Raises InputTimeout if the body takes longer than `timeout_s`, by default `BODY_TIMEOUT_S`, BadInput if the body ends early or is malformed, and
+    Raise InputTimeout if the body takes longer than `timeout_s`, by default `BODY_TIMEOUT_S`, BadInput if the body ends early or is malformed, and
     Overloaded if too many bytes of unfinished bodies have arrived (`IncomingBodies`).
     """
     timeout_s = BODY_TIMEOUT_S if timeout_s is None else timeout_s
@@ -204,7 +204,7 @@ def too_large(limit: int, remedy: str = TOO_LARGE_REMEDY) -> InputTooLarge:
 
 
 def load_json(body: bytes | str) -> Any:
-    """Return the parsed body, or None if it is empty. Raises BadInput if it is not JSON, and the error of `check_json`.
+    """Return the parsed body, or None if it is empty. Raise BadInput if it is not JSON, and the error of `check_json`.
 
     If the body may have any size, call this within `parsed_bodies.parsed`.
     """
@@ -216,7 +216,7 @@ def load_json(body: bytes | str) -> Any:
 
 
 def load_output(payload: bytes) -> Any:
-    """Return a parsed output of a function, or a piece of it. Raises OutputInvalid if it is not JSON, or has too many values."""
+    """Return a parsed output of a function, or a piece of it. Raise OutputInvalid if it is not JSON, or has too many values."""
     if why := excess(payload):
         raise OutputInvalid(f"The output has {why}.", remedy="Return less, or arrays as bytes.")
     try:
@@ -226,8 +226,8 @@ def load_output(payload: bytes) -> Any:
 
 
 def validate_output(kind: type[M], payload: bytes, wrong: str, remedy: str) -> M:
-    """Return an output of a function, or a piece of it, as a `kind`. Raises OutputInvalid, with `wrong` and `remedy` if
-    the output does not fit `kind`, and also if it has too many values. If the output may have any size, call this
+    """Return an output of a function, or a piece of it, as a `kind`. Raise OutputInvalid if the output has
+    too many values, or, with the message `wrong` and `remedy`, if it does not fit `kind`. If the output may have any size, call this
     within `parsed_bodies.parsed`.
     """
     if why := excess(payload):
@@ -240,7 +240,7 @@ def validate_output(kind: type[M], payload: bytes, wrong: str, remedy: str) -> M
 
 
 def dump_json(value: Any) -> bytes:
-    """Return a result of `load_json` as bytes. Raises BadInput if it is nested too deeply for orjson."""
+    """Return a result of `load_json` as bytes. Raise BadInput if it is nested too deeply for orjson."""
     try:
         return dumps(value)
     except orjson.JSONEncodeError as error:
@@ -248,7 +248,7 @@ def dump_json(value: Any) -> bytes:
 
 
 def validate(model: type[M], found: Any, remedy: str, invalid: type[PilotflameError] = BadInput) -> M:
-    """Return parsed JSON as a `model`. Raises `invalid`, with `remedy`, if it does not fit the model."""
+    """Return parsed JSON as a `model`. Raise `invalid`, with `remedy`, if it does not fit the model."""
     try:
         valid: M = _validator(model).validate_python(found)
     except ValidationError as error:
@@ -260,7 +260,7 @@ def validate(model: type[M], found: Any, remedy: str, invalid: type[PilotflameEr
 
 
 def plain(asked: BaseModel, *, exclude: set[str] | None = None) -> dict[str, Any]:
-    """Return the fields that a request has set, as JSON has them. Raises BadInput if they are nested too deeply for pydantic."""
+    """Return the fields that a request has set, as values that JSON has. Raise BadInput if they are nested too deeply for pydantic."""
     try:
         found: dict[str, Any] = asked.model_dump(mode="json", exclude_unset=True, exclude=exclude)
     except ValueError as error:
@@ -286,7 +286,7 @@ def request_id_of(headers: Headers) -> str:
 
 
 def id_of(request: web.Request) -> str:
-    """Return the request id as `request_id_of` does, but the same for each call with this request."""
+    """Return the request id that the caller sent, or a new one. Each call with this request returns the same id."""
     found: str | None = request.get(ID)
     if found is None:
         found = request[ID] = request_id_of(request.headers)
@@ -311,7 +311,7 @@ def trace_of(headers: Headers) -> tuple[str, str]:
 
 
 def idempotency_of(headers: Headers) -> str:
-    """Return the job's idempotency key, or "" without the header. Raises BadInput if it is too long.
+    """Return the job's idempotency key, or "" without the header. Raise BadInput if it is too long.
 
     The prefix "key:" separates this key from the keys that dialects make from the ids of predictions and events.
     """
@@ -327,8 +327,8 @@ def preferences_of(request: web.Request) -> dict[str, str]:
 
 
 def parse_preferences(lines: Iterable[str]) -> dict[str, str]:
-    """Return the first MAX_PREFERENCES in these values of Prefer, by name in lower case; "" without a value. The first
-    preference of a name counts.
+    """Return the first MAX_PREFERENCES preferences in `lines`, the values of the headers Prefer, by name in lower case;
+    "" without a value. The first preference of a name counts.
     """
     found: dict[str, str] = {}
     parts = chain.from_iterable(line.split(",", MAX_PREFERENCES) for line in lines)
@@ -344,7 +344,7 @@ def media_type_of(headers: Headers) -> str:
 
 
 def content_type_of(headers: Headers) -> str:
-    """Return the Content-Type, or "" if it is missing or JSON_TYPE. Raises BadInput if it is not ASCII."""
+    """Return the Content-Type, or "" if it is missing or JSON_TYPE. Raise BadInput if it is not ASCII."""
     found = headers.get(hdrs.CONTENT_TYPE, "")
     if not found.isascii():
         raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
@@ -365,7 +365,7 @@ def accept_of(headers: Headers) -> str:
 
 
 def seconds(headers: Headers, name: str, default: float, most: float) -> float:
-    """Return the seconds in a header, at most `most`; without it, `default`. Raises BadInput if invalid."""
+    """Return the seconds in a header, at most `most`; without it, `default`. Raise BadInput if invalid."""
     return default if (found := positive(headers, name, "seconds")) is None else min(found, most)
 
 
@@ -384,7 +384,7 @@ def positive(headers: Headers, name: str, unit: str) -> float | None:
 
 
 def timeout_of(headers: Headers, most: float) -> float:
-    """Return the smallest timeout that a header names, at most `most`, in seconds. Raises BadInput."""
+    """Return the smallest timeout that a header names, at most `most`, in seconds. Raise BadInput if X-Request-Timeout is not valid."""
     found = seconds(headers, TIMEOUT, most, most)
     # An invalid header of gRPC, Envoy or the OpenAI client is ignored: a library or proxy may have added it.
     if (text := headers.get(GRPC)) is not None:
@@ -400,7 +400,7 @@ def timeout_of(headers: Headers, most: float) -> float:
 def priority_of(headers: Headers, *, urgent: bool = True) -> int:
     """Return the priority, 1 (served first) to 5, or at best NORMAL if the caller is not `urgent`.
 
-    Raises BadInput if the header is not a whole number from 1 to 5.
+    Raise BadInput if the header is not a whole number from 1 to 5.
     """
     text = headers.get(PRIORITY)
     if text is None:
@@ -411,7 +411,7 @@ def priority_of(headers: Headers, *, urgent: bool = True) -> int:
 
 
 class CallHeaders(NamedTuple):
-    """What the headers of a call say about its run. Requests with the same headers share it."""
+    """The timeouts, trace context, accepted types and priority in the headers of a call. Requests with equal headers share them."""
 
     timeout_s: float
     """Infinity without a header."""

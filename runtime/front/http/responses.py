@@ -59,7 +59,7 @@ _COMPRESSIBLE = ("application/json", "application/xml", "application/javascript"
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 InTurn = Callable[[Callable[[], bytes]], Awaitable[bytes]]
-"""Runs work in a thread, in the turn of a caller."""
+"""Runs work in a thread once it is the caller's turn."""
 Timestamp = Annotated[str, WithJsonSchema({"type": "string", "format": "date-time"})]
 
 
@@ -106,14 +106,14 @@ def json_response(
 
 
 async def made(request: web.Request, size: int, make: Callable[[], T], most: int = MAX_ON_LOOP_BYTES) -> T:
-    """Call `make` and return its result. `size` is the number of bytes that it works on. If it is more than `most`,
-    call `make` in a thread, in the turn of the caller.
+    """Call `make` and return its result. `size` is the number of bytes that `make` works on. If `size` exceeds
+    `most`, call `make` in a thread once it is the caller's turn.
     """
     return await in_turn(request, make) if size > most else make()
 
 
 async def dumped(request: web.Request, dump: Callable[[T], bytes], event: T) -> bytes:
-    """Return an event as bytes, which was made of the request's body. Use a thread if the body is large."""
+    """Return `event`, which was made from the request's body, as bytes. If the body is large, call `dump` in a thread."""
     return await made(request, request.get(BODY_BYTES, 0), functools.partial(dump, event))
 
 
@@ -195,8 +195,8 @@ class ErrorResponses:
     def __init__(
         self, formats: Mapping[str, ErrorFormat], owns: Callable[[Caller, str], bool], unrouted: Mapping[str, ErrorFormat] = NOTHING,
     ) -> None:  # fmt: skip
-        """`formats` maps beginnings of paths, or whole paths of routes, to their error format, and `unrouted` maps beginnings of
-        paths that no route has. All other paths use `error_reply`.
+        """`formats` maps beginnings of paths, or whole paths of routes, to error formats. `unrouted` maps beginnings of paths to
+        the error formats for paths without a route. All other paths use `error_reply`.
 
         `owns` returns True if a caller may see tracebacks of a function.
         """
@@ -205,7 +205,7 @@ class ErrorResponses:
     def response(
         self, error: PilotflameError, request_id: str, target: str, path: str, caller: Caller, function: str | None
     ) -> Response:  # fmt: skip
-        """Return the response for an error. `target` is the path as the caller sent it, and `path` the registered one."""
+        """Return the response for an error. `target` is the path as the caller sent it, and `path` the registered path of its route."""
         formats = [form for key, form in self._formats.items() if key == path]
         formats += [form for key, form in self._formats.items() if target.startswith(key)]
         if not path:
@@ -258,8 +258,8 @@ def complete_headers(request: web.Request, response: web.StreamResponse) -> None
 def name_coding(
     sent: Headers, headers: MutableMapping[str, str], media_type: str, body: bytes | SlicedBody
 ) -> str:
-    """Choose how the body of a response is compressed, and name this coding in the headers of the response. Return what
-    `choose_coding` returns. aiohttp's own compression supports neither zstd nor the quality values of
+    """Choose how the body of a response is compressed, and name this coding in the headers of the response. Return the
+    coding, or "" if the body is not compressed. aiohttp's own compression supports neither zstd nor the quality values of
     Accept-Encoding.
     """  # fmt: skip
     if not pays(body, media_type) or "Content-Encoding" in headers:
@@ -284,7 +284,7 @@ def choose_coding(accept_encoding: str) -> str:
 
 
 async def compress(body: bytes | SlicedBody, coding: str, in_turn: InTurn) -> bytes:
-    """Return the compressed body of a response. Compress a large body in a thread, `in_turn` of its caller."""
+    """Return the compressed body of a response. Compress a large body with `in_turn`, which uses a thread."""
     parts = body.parts if isinstance(body, SlicedBody) else [body]
     if isinstance(body, bytes) and len(body) <= MAX_ON_LOOP_BYTES:
         return compress_now(parts, coding)

@@ -60,7 +60,7 @@ class Flag(Parameter):
         self._default = default
 
     def read(self, request: web.Request) -> bool:
-        """Return True if the flag is on. Raises BadInput if its value is invalid."""
+        """Return True if the flag is on. Raise BadInput if its value is invalid."""
         text = request.query.get(self.name)
         if text is None:
             return self._default
@@ -79,7 +79,7 @@ class Number(Parameter):
         super().__init__(name, description, type="integer", **schema)
 
     def read(self, request: web.Request, *, most: int | None = None) -> int:
-        """Return the number that was sent, or the default. Raises BadInput if the number is invalid.
+        """Return the number that was sent, or the default. Raise BadInput if the number is invalid.
 
         `most` is the maximum if `limits` has none.
         """
@@ -103,7 +103,7 @@ class UnixTime(Parameter):
         self._default = default
 
     def read(self, request: web.Request, default: float | None = None) -> float:
-        """Return the time that was sent, in Unix seconds, or the default. Raises BadInput if the value is not a time.
+        """Return the time that was sent, in Unix seconds, or the default. Raise BadInput if the value is not a time.
 
         `default` replaces the parameter's default, for example if it depends on the present time.
         """
@@ -127,7 +127,7 @@ class Choices(Parameter, Generic[E]):
         self._kind = kind
 
     def read(self, request: web.Request) -> list[E]:
-        """Return the members that were sent, in any case of letters. Raises BadInput for any other value."""
+        """Return the members that were sent, in any case of letters. Raise BadInput for any other value."""
         try:
             return [self._kind(text.upper()) for text in request.query.getall(self.name, [])]
         except ValueError as error:
@@ -167,7 +167,7 @@ class Route:
     reads: bool = False
     """True if the route changes nothing although its method is not GET. The audit log leaves such a route out."""
     aws_signed: bool = False
-    """True if, instead of sending an API key, a caller may sign the request with it, as AWS's clients do."""
+    """True if a caller may sign the request with an API key, as AWS's clients do, instead of sending the key."""
     key_header: str = ""
     """The header of the platform's clients that holds the API key if there is no Authorization header; "" for none."""
     accepts: Callable[[Mapping[str, str]], bool] | None = None
@@ -175,9 +175,9 @@ class Route:
     headers serves the request. If there is no such row, the row without `accepts` serves it.
     """
     error_format: ErrorFormat | None = None
-    """Makes the responses for errors on all paths that begin with the same text as `path` up to its first variable,
-    even if no route matches. If the paths of rows with another format begin with this text too, it makes only the
-    responses for `path` itself. None if this row adds no format.
+    """Makes the responses for errors on all paths that begin like `path`, up to the first variable of `path`, even if no
+    route matches. If rows with another format have the same beginning, it makes the responses for `path` only. None if
+    this row adds no format.
     """
     error_type: Any = ErrorBody
 
@@ -192,7 +192,7 @@ def based(
 ) -> list[Route]:
     """Return the rows with the prefix `base` and with each prefix of `others`.
 
-    Also return the rows `bare` without a prefix, except a row whose path is empty without it.
+    Also return the rows `bare` without a prefix, except rows whose own path is empty.
     """
     found = [replace(row, path=prefix + row.path) for prefix in (base, *others) for row in routes]
     return found + [row for row in bare if base and row.path]
@@ -241,7 +241,7 @@ def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
 
 
 def scopes_by_route(routes: Sequence[Route]) -> dict[tuple[str, str], Scope | None]:
-    """Return the scope that each (method, path) requires. Raises ValueError if rows with the same method and path
+    """Return the scope that each (method, path) requires. Raise ValueError if rows with the same method and path
     differ in their scopes.
     """
     scopes: dict[tuple[str, str], Scope | None] = {}

@@ -30,7 +30,7 @@ from .responses import SERVER, Response, error_reply
 from .sliced_body import SlicedBody
 
 MAX_HEAD_BYTES, MAX_HEADERS = 8000, 100
-"""These limits are lower than the limits of aiohttp. aiohttp reads larger heads, and refuses those above its own limits."""
+"""These limits are lower than the limits of aiohttp. aiohttp reads larger heads, and refuses heads above its own limits."""
 MAX_BEHIND_BYTES = 64 << 10
 """The limit of the bytes of further requests that are read while a call runs."""
 NEVER_S = 1e8

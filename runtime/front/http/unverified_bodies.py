@@ -3,7 +3,7 @@
 A signature of AWS covers the body, so the body is read first. Anyone can name the key of another tenant in a signature.
 So only a few requests at a time get a place for their body in memory, with these rules:
 
-- The last place of each key, and the last place of all, are for addresses that have no place.
+- The last free place of each key, and the last free place of all, are for addresses that have no place.
 - While a request waits, a body that has stopped arriving loses its place.
 - Waiting addresses take turns. Among the requests of an address, the newest is first: if one caller fills the queue, the
   older requests are mostly from this caller.

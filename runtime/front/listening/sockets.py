@@ -38,7 +38,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _passed(count: str) -> socket.socket:
-    """Return the socket of a unit's ListenStream=, as sd_listen_fds(3) describes."""
+    """Return the socket of ListenStream= of a unit. systemd has bound the socket, and passes it as in sd_listen_fds(3)."""
     remedy = "Give the .socket unit one ListenStream= with an address and a port."
     if count != "1":
         message = f"LISTEN_FDS={count}: the gateway takes one socket of systemd."

@@ -49,7 +49,7 @@ class AccessWatch:
         generation, until_s = None, time.time() + self._grace_s
         functions, errors = frozenset[str](), list[GatewayError]()
         try:
-            # Read the generation before the documents. A later change raises it, so the next call loads the documents again.
+            # Read the generation before the documents. A later change increases the generation, so the next call loads the documents again.
             generation = self._documents.generation(ACCESS)
             if generation == self._seen:
                 self._note(generation, [], until_s)

@@ -72,7 +72,7 @@ def signing_digest(secret: str) -> str:
 
 
 def parse_signature(headers: Mapping[str, str], now_s: float) -> Signature:
-    """Return the signature of a request. Raises Unauthorized if it is malformed, or too old or too new.
+    """Return the signature of a request. Raise Unauthorized if it is malformed, or too old or too new.
 
     The signature must cover the host and all x-amz-… headers, so that they cannot be changed on the way.
     """
@@ -81,7 +81,7 @@ def parse_signature(headers: Mapping[str, str], now_s: float) -> Signature:
         raise Unauthorized("The AWS signature is malformed.", remedy=_REMEDY)
     key_id, day, region, service, names, value = found.groups()
     signed = tuple(names.split(";"))
-    # Refuse repeated names, because `_canonical` joins all lines of a header for each mention of its name.
+    # Refuse repeated names: `_canonical` would join all lines of the header again for each repetition.
     if len({*signed}) < len(signed):
         raise Unauthorized("The AWS signature names a header twice.", remedy="Name each header once.")
     missing = {"host", *(name.lower() for name in headers if name.lower().startswith("x-amz-"))} - {*signed}

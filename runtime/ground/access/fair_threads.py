@@ -1,6 +1,6 @@
-"""Runs blocking work of several owners in threads. Owners take turns. The last free thread is for an owner that uses no thread.
+"""Runs blocking work of several owners in threads of its own. Owners take turns. The last free thread is for an owner that uses no thread.
 
-So the event loop's default threads stay free for work that callers wait for.
+The event loop's default threads stay free for work that callers wait for.
 """
 
 from __future__ import annotations

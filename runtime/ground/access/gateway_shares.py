@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 PATIENCE_S = 10.0
-"""If more gateways want a part of a limit than it has units, a gateway keeps its unit for this time. After that, gateways that have waited
+"""If more gateways want a part of a limit than the limit has units, a gateway keeps its unit for this time. After that, gateways that have waited
 this long without a unit come first.
 """
 
@@ -40,8 +40,8 @@ def by_name(reports: Mapping[str, Any], kind: str, make: Callable[..., Any], fig
 def share_of(gateway: str, name: str, limit: int, uses: Mapping[str, GatewayUse]) -> int:
     """Return how much of the limit `name` one gateway may have now.
 
-    The gateway may keep what it has, up to its share. It gets more, up to its share, only as other gateways whose busy parts exceed
-    their shares give up the excess. `uses` has the use of each gateway, by incarnation.
+    The gateway may keep what it has, up to its share. If the busy parts of other gateways exceed their shares, it gets the rest of its share
+    only when they give up the excess. `uses` has the use of each gateway, by incarnation.
     """
     shares = divide(name, limit, uses)
     exceeding = sum(max(0, use.busy - shares[one]) for one, use in uses.items() if one != gateway)
@@ -67,7 +67,7 @@ def _divide(name: str, limit: int, items: tuple[tuple[str, GatewayUse], ...]) ->
 
 
 def _add_evenly(shares: dict[str, int], left: int, asked: dict[str, int], name: str, uses: Mapping[str, GatewayUse]) -> None:  # fmt: skip
-    """Add `left` to the shares: each gateway gets the same, at most what it has asked for. The first in the order of `_turn` get one more each."""
+    """Add `left` to the shares: each gateway gets the same, at most what it has asked for. The remainder goes to the first in the order of `_turn`, one each."""
     level = _level(left, sorted(asked.values()))
     lacking = [one for one, count in asked.items() if count > level]
     lacking.sort(key=lambda one: _turn(name, one, uses[one], takes_turns=not level))

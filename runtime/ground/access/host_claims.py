@@ -16,7 +16,7 @@ NOBODY = "-"
 
 
 class HostClaims:
-    """The host names of functions: those in their settings, and `NAME.apps.example.com` for each pattern
+    """The host names of functions: the host names in their settings, and `NAME.apps.example.com` for each pattern
     `*.apps.example.com`.
     """
 
@@ -60,7 +60,7 @@ class HostClaims:
         return any(fnmatchcase(host, pattern) for pattern in self._allowed)
 
     def _find(self, host: str) -> str | None:
-        """Do what `find` says.
+        """Return the result of `find`, which caches it.
 
         A name that fits a pattern is never a name of the gateway, even if its function does not exist: a service worker
         of a deleted function would otherwise control the gateway's pages at this name.
@@ -71,8 +71,8 @@ class HostClaims:
         return self._owners.get(name) or self._default_owner(name) or NOBODY
 
     def _default_owner(self, host: str) -> str:
-        """Return the function that has a host name because the host name begins with its own name, or "". An operator can list the host name to
-        let another function have it.
+        """Return the function that has the host name by default, because the host name is `NAME.` and an allowed parent; else "". If the
+        operator lists the host name itself in `app_hosts`, no function has it by default.
         """
         name, _, parent = host.partition(".")
         owned = f"*.{parent}" in self._allowed and host not in self._allowed and not name_problem(name)

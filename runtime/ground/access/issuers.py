@@ -144,7 +144,7 @@ async def _fetch(issuer: str) -> KeySet:
 
 
 def _key(data: Any) -> Any:
-    """Return a public key. None if it is of a kind that is not known, or not for signatures."""
+    """Return a public key, or None if its kind is not known or it is not for signatures."""
     try:
         if data.get("use", "sig") != "sig":
             return None

@@ -55,7 +55,7 @@ class RevokedKey(BaseModel, frozen=True, extra="allow"):
 class KeysFile(BaseModel, frozen=True, extra="allow"):
     """The content of the document KEYS.
 
-    A gateway of another version may have written it. So unknown members of it, and of its keys, are ignored, and written again.
+    A gateway of another version may have written it. So unknown members of the document and of its keys are ignored, and written again.
     """
 
     version: int = 1
@@ -162,7 +162,7 @@ class Meter:
     def wait_s(self, now_s: float, more: int = 1, entered: int = 0, model_tokens: int = 0) -> float:
         """Return the seconds after which `more` requests, which take `model_tokens`, may be admitted; 0.0 if they may be now.
 
-        `entered` is how many parts of the same request are admitted already.
+        A request may count as several requests: `entered` of them are admitted already.
         """
         whole, most = more + entered, self._concurrency
         # A request larger than the limit is admitted alone. So count at most `most` of its parts: otherwise the later parts would be refused.
@@ -204,8 +204,8 @@ class Meter:
     def reserve(
         self, now_s: float, answers: int, model_tokens: int, *, asked: int = 0, patient: bool = False
     ) -> tuple[float, Reservation | None]:
-        """Reserve the further answers and the tokens of a call, whose request already counts. Return 0.0 and the reservation, or the seconds
-        after which to retry and None.
+        """Reserve the further answers and the tokens of a call, whose request already counts. Return (0.0, reservation), or (seconds
+        after which to retry, None).
 
         `asked` is the most tokens that the caller has asked for. The handler reports the used tokens, and may belong to another tenant. So
         a call takes at most `asked`, or what the bucket gains in MOST_CALL_MIN if that is more. A `patient` call is never refused, because
@@ -292,7 +292,7 @@ class Keyring:
     """
 
     def __init__(self, documents: Documents, meter: type[Meter] = Meter) -> None:
-        """Quotas are measured by `meter`."""
+        """Each key gets an instance of `meter`, which measures its quota."""
         self._documents, self._meter = documents, meter
         self.exists = False
         """True once a key was created, even if all keys were revoked. If it is True, the gateway refuses callers without a key."""
@@ -333,7 +333,7 @@ class Keyring:
     def find(self, token: str, now_s: float) -> Held | None:
         """Return the key that `token` belongs to. Return None if there is no such key or if it has expired.
 
-        Raise GatewayError if the keys in memory no longer count.
+        Raise GatewayError if the keys in memory are no longer valid.
         """
         self._check_current(now_s)
         match = TOKEN.fullmatch(token)
@@ -343,7 +343,7 @@ class Keyring:
     def signer(self, key_id: str, now_s: float) -> Held | None:
         """Return the key with this id. Return None if there is no such key or if it has expired.
 
-        Raise GatewayError if the keys in memory no longer count.
+        Raise GatewayError if the keys in memory are no longer valid.
         """
         self._check_current(now_s)
         held = self._held.get(key_id)
@@ -368,8 +368,8 @@ class Keyring:
         return {name: held.meter for name, held in list(self._held.items()) if held.meter.limited}
 
     def of_issuer(self, url: str, now_s: float) -> list[Held]:
-        """Return the keys whose rights tokens of this issuer can have, without expired keys, and without keys whose issuer has conditions that this
-        version does not know.
+        """Return the keys as which tokens of this issuer can act. Leave out expired keys, and keys whose issuer has conditions that this version
+        does not know.
         """
         return [
             held

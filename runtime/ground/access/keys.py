@@ -299,7 +299,7 @@ def check_engine(new: NewKey, engine: str | None) -> None:
 
 
 def check_first(scopes: Collection[str]) -> None:
-    """Raise BadInput if a key with these scopes may not be a gateway's first one: only an admin key can make another key
+    """Raise BadInput if a key with these scopes may not be a gateway's first key: only an admin key can make another key
     over HTTP.
     """
     if Scope.ADMIN not in scopes:

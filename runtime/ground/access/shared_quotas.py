@@ -3,9 +3,9 @@
 Each gateway has the whole quota of a key, and subtracts what the others have taken of it (`Bucket.debit`). It learns their use up to two heartbeats later,
 so a key may exceed its quota for two seconds. A caller who keeps within the quota is never refused, whichever gateways the requests reach.
 
-For this reason, requests that run at other gateways count only if the key certainly exceeds its `concurrency`. This is certain if the following
-sum is larger than `concurrency`: for each gateway, the least number of requests that ran at the same time in the last seconds. Then each gateway
-admits only its share for EXCEEDED_S.
+For this reason, requests that run at other gateways count only if the key certainly exceeds its `concurrency`. To find this out, each gateway
+reports the least number of requests that ran there at the same time in the last seconds. If the sum of these numbers is larger than
+`concurrency`, each gateway admits only its share for EXCEEDED_S.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .keyring import Keyring, Meter
 
 KEYS = "keys"
 WINDOW_S, WINDOWS = 1.0, 2
-"""A gateway reports the least number of running requests in the present window and the last `WINDOWS`, so that the periods of all reports overlap."""
+"""A gateway reports the least number of running requests in the present window and in the `WINDOWS` windows before it, so that the periods of all reports overlap."""
 UNUSED_S = 10.0
 """A gateway leaves a key out of its reports if the key was not used for this time."""
 EXCEEDED_S = 10.0
@@ -47,7 +47,7 @@ class SharedMeter(Meter):
     """The meter of a key that is used at several gateways."""
 
     def __init__(self, *limits: Any) -> None:
-        """See Meter."""
+        """`limits` are the arguments of Meter."""
         super().__init__(*limits)
         # The least number of running requests in this window, and in the windows before.
         self._least, self._before = 0, deque([0] * WINDOWS, maxlen=WINDOWS)
@@ -59,7 +59,7 @@ class SharedMeter(Meter):
         self._least = min(self._least, self.running - self.elsewhere)
 
     def tell(self, now_s: float) -> KeyUse | None:
-        """Return what the other gateways should know; None if the key was not used lately."""
+        """Return the use that this gateway reports to the others; None if the key was not used lately."""
         own, taken = self.running - self.elsewhere, self._taken_until(now_s)
         if now_s - self._window_s >= WINDOW_S:
             self._before.append(self._least)

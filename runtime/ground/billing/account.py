@@ -40,7 +40,7 @@ class Spender(Protocol):
         """Return the usage of the revision's workers and zygote so far."""
 
     def on_budget(self, *, changed: bool) -> None:
-        """The account calls this after each check of the budget. If the budget is used up, the revision stops its work.
+        """Stop the work of the revision if the budget is used up. The account calls this after each check of the budget.
         `changed` is True if the check changed the state of the budget.
         """
 

@@ -43,7 +43,7 @@ class Ledger:
         self._writing = asyncio.Lock()
 
     def open(self) -> None:
-        """Read the stored usage of today. Blocks. Raise GatewayError."""
+        """Read the stored usage of today. Blocks. Raise GatewayError if the store cannot be used."""
         self._store.open()
         now = time.time()
         self._stored, self._stored_day = self._store.today(now), day_of(now)
@@ -75,7 +75,7 @@ class Ledger:
         account.open(BudgetSpec(), NODE)
 
     async def knows(self, function: str) -> bool:
-        """Return True if the function is deployed, or if usage of it is known. Raise GatewayError."""
+        """Return True if the function is deployed, or if usage of it is known. Raise GatewayError if the store cannot be used."""
         if (account := self._accounts.get(function)) is not None and account.to_write():
             return True
         return await asyncio.to_thread(self._store.knows, function)
@@ -108,7 +108,7 @@ class Ledger:
         await asyncio.to_thread(self._store.close)
 
     async def write(self) -> None:
-        """Store the usage since the last call. Raise GatewayError."""
+        """Store the usage since the last call. Raise GatewayError if the store cannot be used."""
         async with self._writing:
             await self._settle()
             records, at = self._records(), self._begun_at
@@ -139,7 +139,7 @@ class Ledger:
             self._known_colds.pop(function, None)
 
     async def read(self, query: UsageQuery) -> list[tuple[str | int, Usage]]:
-        """Return sums by key, up to now. Raise GatewayError."""
+        """Return the usage that a query names, as sums by its key, up to now. Raise GatewayError if the store cannot be used."""
         async with self._writing:
             found = dict(await asyncio.to_thread(self._store.read, query, time.time()))
             await self._settle()

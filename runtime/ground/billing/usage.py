@@ -124,7 +124,7 @@ def priced(used: Usage, footprint: Footprint, prices: Prices) -> Usage:
     memory_gb_s = (used.busy_s + used.starting_s) * footprint.worker_gb + holding_gb_s
     disk_gb_s = used.deployed_s * footprint.disk_gb
     device_s = used.worker_s * footprint.devices
-    # The cost is computed as if there had been a worker, with a zygote beside it, in the seconds without a worker.
+    # The always-on cost is computed as if there had been a worker, with a zygote beside it, in the seconds without a worker.
     on_s = used.worker_s + used.zygote_s + used.local_s
     on_gb_s = on_s * footprint.worker_gb + used.deployed_s * max(beside_gb, alone_gb)
 

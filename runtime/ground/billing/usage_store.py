@@ -150,7 +150,7 @@ class UsageStore:
                 self._connection = None
 
     def add(self, at: float, records: Iterable[UsageRecord]) -> None:
-        """Add the usage of this time. A crash of the gateway cannot lose it, but a loss of power can. Raise
+        """Add usage to the sums of the hour and the day of `at`. A crash of the gateway cannot lose it, but a loss of power can. Raise
         GatewayError.
         """
         with self._transaction() as connection:
@@ -167,7 +167,7 @@ class UsageStore:
             )
 
     def forget_old(self, at: float) -> None:
-        """Remove the hours and days that are not kept any longer. Raise GatewayError."""
+        """Remove the hours and days that are not kept any longer. Raise GatewayError if the store cannot be used."""
         with self._transaction() as connection:
             for table, kept_s in (("hours", HOURS_KEPT_S), ("days", DAYS_KEPT_S)):
                 old = f"DELETE FROM {table} WHERE start < ?"  # noqa: S608
@@ -177,13 +177,13 @@ class UsageStore:
             connection.execute("PRAGMA incremental_vacuum").fetchall()
 
     def knows(self, function: str) -> bool:
-        """Return True if any figures of a function are stored. Raise GatewayError."""
+        """Return True if any figures of a function are stored. Raise GatewayError if the store cannot be used."""
         with self._using() as connection:
             found = connection.execute("SELECT 1 FROM standings WHERE function = ?", (function,)).fetchone()
         return found is not None
 
     def today(self, at: float) -> dict[str, tuple[Usage, Standing]]:
-        """Return for each function with stored figures its usage on this day, and its standing."""
+        """Return, for each function with stored figures, its usage on the day of `at` and its Standing."""
         day = math.floor(at / DAY_S) * DAY_S
         query = UsageQuery(UsageKey.FUNCTION, day, day + 1)
         used = {str(name): usage for name, usage in self._sums("days", query)}
@@ -193,7 +193,7 @@ class UsageStore:
         return {function: (used.get(function, Usage()), Standing(*rest)) for function, *rest in rows}
 
     def read(self, query: UsageQuery, at: float) -> list[tuple[str | int, Usage]]:
-        """Return sums by key. Times are rounded down to hours or, if `since` is too long ago, to days of UTC."""
+        """Return the usage that `query` names, as sums by key. Times are rounded down to hours or, if `since` is too long ago, to days of UTC."""
         hours = query.by is UsageKey.HOUR or query.since >= at - HOURS_KEPT_S
         span_s = HOUR_S if hours else DAY_S
         since = math.floor(query.since / span_s) * span_s

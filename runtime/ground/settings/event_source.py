@@ -22,8 +22,8 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
     """
 
     opener: ClassVar[str]
-    """The function that makes the `MessageQueue` and the `Sink` (or None) of a source and an `Identity`, as
-    "package.module:name". The function does not connect to the queue yet.
+    """The function, as "package.module:name", that gets a source and an `Identity`, and returns a `MessageQueue` and a
+    `Sink` or None. The function does not connect to the queue yet.
     """
     package: ClassVar[str] = ""
     """The optional package that this kind of source needs; "" for none."""
@@ -31,7 +31,7 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
     """The extra of pilotflame that installs that package."""
     longest_s: ClassVar[float] = 43_200
     """How long a message may be in progress."""
-    # Long enough for a restart of what the handler calls, and short beside the visibility timeout. Later failures wait up to 900 s.
+    # This time is long enough for a restart of a service that the handler calls, and much shorter than the visibility timeout. Later failures wait up to 900 s.
     backoff_s: ClassVar[int] = 5
     """Seconds before the message of a failed job is delivered again. Each failure doubles this time."""
 
@@ -57,7 +57,7 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
 
     @property
     def addresses(self) -> dict[str, str]:
-        """The addresses that the gateway calls for this source, and the gateway's own profile that it uses, by the key
+        """The addresses that the gateway calls for this source, and the gateway's own profile that the source uses, by the key
         of the setting. A policy may forbid them.
         """
         return {"queue": self.address}

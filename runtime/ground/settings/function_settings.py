@@ -59,7 +59,7 @@ _ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
 _PREFIX_KEY = re.compile(r"prefixes\.[A-Za-z0-9_-]{1,64}")
 PREFIX_FIELDS = ("messages", "tools", "chat_template_kwargs")
 _SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
-# An app as servers of apps take it: a module and a name in it.
+# A reference to an app, as ASGI servers take it: a module, and a name in the module.
 _APP = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)", re.ASCII)
 _HOST = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -143,7 +143,7 @@ AptPackage = Annotated[str, checked(_package_problem)]
 
 
 def _image_problem(name: str | None) -> str | None:
-    # Neither a path of the engine's API, nor a transport, such as docker-archive:/path.
+    # Refuse a name that the engine would read as a path of its API, or as a transport, such as docker-archive:/path.
     if name is None or (_IMAGE.fullmatch(name) and ".." not in name and ":/" not in name):
         return None
     return f"image.name is {name[:80]!r}; allowed: the name of an image, as registry.example/team/name:1, or its id"
@@ -221,7 +221,7 @@ def _prefixes_problem(prefixes: dict[str, Any]) -> str | None:
 
 
 def _prefix_problem(key: str, prefix: Any) -> str | None:
-    """Return a problem of the keys of a prefix. `build` checks their values, with the model's chat template."""
+    """Return what is wrong with the name or the keys of a prefix. `build` checks their values, with the model's chat template."""
     if not _PREFIX_KEY.fullmatch(key):
         return f"{key[:80]} has no valid name; allowed: 1 to 64 of a-z, A-Z, 0-9, _ and -"
     if not isinstance(prefix, dict):
@@ -505,7 +505,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         return sources | self.request_log.packages
 
     def with_snapshots(self, places: Mapping[str, str]) -> Self:
-        """Return the settings with other places of some snapshots. `places` has names as in `all_snapshots`."""
+        """Return the settings with other places of some snapshots. `places` maps their names, as in `all_snapshots`, to the new places."""
         update: dict[str, Any] = {"snapshot": places[""]} if "" in places else {}
         if named := {name: place for name, place in places.items() if name and not is_adapter(name)}:
             update["snapshots"] = self.snapshots | named
@@ -542,7 +542,7 @@ def read_settings(
 ) -> FunctionSettings:  # fmt: skip
     """Return the settings of the function in `folder`. Raise SettingsError, which names all problems.
 
-    If `place` is given, errors name the folder so. Without the setting `name`, the function is named after the folder.
+    If `place` is given, errors call the folder by this text. Without the setting `name`, the function is named after the folder.
     `folder_name` is the folder's name if `folder` is an unpacked copy. A `standalone` function is in a container that a
     platform has started and scales: [image] and [resources] do not count, and at least one worker always runs.
 

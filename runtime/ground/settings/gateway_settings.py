@@ -49,7 +49,7 @@ def _default_cache_dir(settings: Mapping[str, Any]) -> Path:
 
 
 def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> Path | None:
-    """Return a folder of the user; None if the user has no home, as a user id without an entry in /etc/passwd."""
+    """Return an XDG folder of the user. Return None if the user has no home, for example without an entry in /etc/passwd."""
     base = Path(environ.get(variable, ""))
     # The XDG specification requires that a relative path is ignored.
     if base.is_absolute():

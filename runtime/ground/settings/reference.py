@@ -60,7 +60,7 @@ class SettingFacts(NamedTuple):
 
 
 def all_settings() -> list[SettingFacts]:
-    """Return the settings of functions, then those of the gateway, in the order of their models."""
+    """Return the settings of functions, then the settings of the gateway, in the order of their models."""
     functions = [_facts(name, field, "function") for name, field in keys(FunctionSettings).items()]
     return [*functions, *(_facts(name, field, "gateway") for name, field in keys(GatewaySettings).items())]
 

@@ -12,7 +12,7 @@ REMOVED = frozenset({
     "body_timeout_s", "header_timeout_s", "keep_compiled_bytes", "keep_prefixes_bytes", "keep_revisions_bytes",
     "learn_upstreams", "log_max_bytes", "min_free_bytes", "price_disk_gb_hour",
 })  # fmt: skip
-"""The dotted keys. A constant has replaced each setting, and the gateway's setting `price_waiting_s` the function's."""
+"""The dotted keys. Constants have replaced these settings, except `scale.price_waiting_s`: the gateway's `price_waiting_s` has replaced it."""
 
 
 def without_removed(stored: Any, key: str = "") -> Any:

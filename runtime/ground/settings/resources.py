@@ -6,11 +6,11 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-# The memory that is set aside for the context of a process on a GPU, which stays when a worker is parked. An allowance: no GPU was measured.
+# The memory that is set aside for the context of a process on a GPU, which stays when a worker is parked. This is an estimate: no GPU was measured.
 CONTEXT_MB = 512
 
-# The most processes and threads of a function in a container, or in a cgroup. It ends a fork bomb. Workers on machines with many cores
-# have hundreds of threads.
+# The most processes and threads of a function in a container, or in a cgroup. It ends a fork bomb, and is far above
+# the hundreds of threads that a worker has on a machine with many cores.
 PIDS = 4096
 
 

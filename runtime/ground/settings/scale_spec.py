@@ -1,4 +1,4 @@
-"""The limits on the workers of a revision, and the limit that one has reached."""
+"""The limits on the workers of a revision, and the limit that a revision has reached."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ScaleSpec:
     scale_to_zero_s: float = 60.0
     """How long the last worker stays without load. Infinity if a plan decides about its end."""
     scale_down_s: float = WINDOW_S
-    """The window whose largest need decides how many workers stay besides the last one."""
+    """The largest need in this window decides how many workers stay. The last worker stays for `scale_to_zero_s`."""
     park_after_s: float = math.inf
     """A worker that was not needed in this time is parked."""
     elsewhere: int = 0
-    """The part of `scale.max` that other gateways have. `max` is without it."""
+    """The part of the setting `scale.max` that other gateways have. `max` is the rest."""
 
 
 class ReachedLimit(NamedTuple):

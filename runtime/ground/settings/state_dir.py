@@ -14,10 +14,10 @@ from pathlib import Path
 from ....errors import GatewayError
 
 LOG = logging.getLogger(__name__)
-# This space is for jobs, logs and records: deploys and uploads are refused. It is twice the size of a full log.
+# If less space is free, deploys and uploads are refused, because jobs, logs and records need it. It is twice the size of a full log.
 MIN_FREE_BYTES = 64 << 20
 MOVING_FILE = "moving"
-"""While this file is in a state folder, it is not known whether the jobs are there or in a database."""
+"""While this file is in a state folder, it is not known whether the jobs are in the folder or in a database."""
 
 
 @contextlib.contextmanager

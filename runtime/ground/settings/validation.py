@@ -25,7 +25,7 @@ from .removed import REMOVED
 
 MAX_TOML_BYTES = 64 << 10
 MOST_PROBLEMS = 20
-"""No more problems are described. 64 KiB may have 13,000, and each may list all settings."""
+"""At most this number of problems is described. A file of 64 KiB may have 13,000, and each text may list all settings."""
 MAX_KEY_CHARS = 80
 LISTED = "; there are "
 ENV_PREFIX = "PILOTFLAME_"
@@ -129,7 +129,7 @@ def _plugin_address_problem(text: str) -> str | None:
 
 
 PluginAddress = Annotated[str, checked(_plugin_address_problem)]
-"""The name of a plugin, and after = the host and the port at which it listens."""
+"""A plugin and the address at which it listens, as NAME=HOST:PORT."""
 HostPattern = Annotated[str, checked(_host_pattern_problem)]
 """A host name, or with "*." in front all names below it."""
 

@@ -34,7 +34,7 @@ class Blobs(Protocol):
         """Delete the blobs that exist."""
 
     def keep(self, names: Collection[str]) -> None:
-        """Delete the blobs that a crash has left: all but `names`, and but new blobs of other gateways, whose rows may not be stored yet."""
+        """Delete the blobs that a crash has left. Keep `names`, and new blobs of other gateways, whose rows may not be stored yet."""
 
     def close(self) -> None:
         """Close connections. No other call may run at the same time, or later."""

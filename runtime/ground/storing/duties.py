@@ -38,7 +38,7 @@ class SharedDuties(Duties):
         self._kept: dict[str, Callable[[bool], object]] = {}
         self._mine = frozenset[str]()
         self.names: tuple[str, ...] = ()
-        """The duties that this gateway can do. Any thread may read this attribute."""
+        """The duties that this gateway offers to do. Any thread may read this attribute."""
 
     def keep(self, name: str, changed: Callable[[bool], object]) -> None:
         self._kept[name] = changed

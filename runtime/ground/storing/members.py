@@ -33,6 +33,6 @@ class GatewayReport(NamedTuple):
     """What a gateway tells the others with a heartbeat."""
 
     uses: Mapping[str, Any] = {}
-    """JSON: what the gateway has and wants of limits that apply to all gateways together."""
+    """As JSON: how much the gateway has and wants of each limit that applies to all gateways together."""
     spent: Mapping[str, DaySpending] = {}
     """By function, the figures of this run of the gateway that have changed."""

@@ -91,7 +91,7 @@ class PostgresConnection:
     """A connection with the methods of `sqlite3.Connection` that stores call. It begins no transaction by itself."""
 
     def __init__(self, url: str) -> None:
-        """Connect. Blocks, for at most CONNECT_TIMEOUT_S. Raises psycopg.Error."""
+        """Connect. Blocks, for at most CONNECT_TIMEOUT_S. Raise psycopg.Error."""
         limits: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, **_KEEPALIVE}
         try:
             given = conninfo_to_dict(url)
@@ -167,7 +167,7 @@ class PostgresPool:
         return found
 
     def rows(self, statement: str, *values: Any) -> list[PostgresRow]:
-        """Return the rows that one statement returns. Blocks. Raise JobStoreFailed."""
+        """Return the rows that one statement returns. Blocks. Raise JobStoreFailed if PostgreSQL fails."""
         with reported("PostgreSQL could not be read or written", kind=JobStoreFailed):
             return self.run(lambda connection: connection.execute(statement, values).fetchall())
 
@@ -281,8 +281,8 @@ def migrate(
 ) -> list[str]:
     """Apply the files of these kinds that the database lacks, in the order of their numbers, in one transaction. Return their names.
 
-    If another gateway applies them, wait for it. Raises JobStoreFailed if a file fails, or if a newer pilotflame has removed what this
-    one needs. Raises psycopg.Error if the connection fails.
+    If another gateway applies them, wait for it. Raise JobStoreFailed if a file fails, or if a newer pilotflame has removed what this
+    one needs. Raise psycopg.Error if the connection fails.
     """
     known = _known(folder)
     connection.run(f"{_BEGIN_MIGRATION}; {_MIGRATION_LOCK}; {_MIGRATIONS}")

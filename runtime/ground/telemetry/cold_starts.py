@@ -47,7 +47,7 @@ class _Noted(NamedTuple):
 
 
 class ColdStarts:
-    """The last KEPT cold starts of a function, over its revisions."""
+    """The last KEPT cold starts of a function, of all its revisions."""
 
     def __init__(self) -> None:
         self._noted: deque[_Noted] = deque(maxlen=KEPT)

@@ -198,7 +198,7 @@ def _woken(_decision: DecisionRecord, left: dict[str, float]) -> str:
 
 
 def _state(left: dict[str, float]) -> list[str]:
-    """Return phrases for the other numbers of the function at that time, without zeros."""
+    """Return phrases for the waiting and running invocations and the starting workers at that time. Leave out zeros."""
     calls, words = "invocation", {"queued": "waiting", "in_flight": "running"}
     found = [
         f"{_count(count, calls)} {word}" for name, word in words.items() if (count := left.pop(name, 0.0))

@@ -76,7 +76,7 @@ class Family(NamedTuple):
 
 
 def _written(metric: Metric, samples: list[Sample], heads: int) -> bytes:
-    """Return the text of these samples, without the first `heads` lines: a metric has one line HELP and one line TYPE."""
+    """Return the text of these samples. Omit the first `heads` lines: a metric has its lines HELP and TYPE only once."""
     metric.samples = samples
     return bytes(generate_latest(_One(metric)).split(b"\n", heads)[heads])
 

@@ -124,7 +124,7 @@ class _Printer(QueueListener):
 
 @contextlib.contextmanager
 def gateway_logging(logs: Logs, level: Level, form: Format) -> Iterator[None]:
-    """Inside the block, messages of `level` and above go to standard error, and to the gateway's log.
+    """Send messages of `level` and above to standard error and to the gateway's log, until the block ends.
 
     The root logger has the handlers, so messages of libraries also go there. Messages below WARNING of loggers that are not in LOGGERS are
     dropped.
@@ -152,7 +152,7 @@ def gateway_logging(logs: Logs, level: Level, form: Format) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected(logs: Logs) -> Iterator[None]:
-    """Inside the block, each new line of a function, of the audit log and of the access log goes to standard output, too."""
+    """Print each new line of a function, of the audit log and of the access log on standard output, too, until the block ends."""
 
     class LineFormatter(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:

@@ -52,7 +52,7 @@ PRUNE_EVERY_S = 3600.0
 SETTLE_TIMEOUT_S = 5.0
 _FUNCTIONS = "functions/"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-# All control characters but the tab and the line feed. Some terminals obey those above 0x7f, too.
+# All control characters but the tab and the line feed. Some terminals obey control characters above 0x7f, too.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -65,7 +65,7 @@ def printable(text: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    """Return JSON without control characters. JSON itself escapes those below 0x20 only."""
+    """Return JSON without control characters. JSON itself escapes only control characters below 0x20."""
     return text if text.isprintable() else CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -122,11 +122,11 @@ class LogQuery(NamedTuple):
     worker: str = ""
     """The name of the worker that printed the line."""
     since_deletion: bool = False
-    """Only lines after the last deletion, or failed first deploy, of the function. Another owner may have deployed it before."""
+    """If True, select only lines after the last deletion or failed first deploy of the function: another owner may have deployed it before."""
 
     @property
     def most_bytes(self) -> int:
-        """About the most bytes of the lines that a search returns."""
+        """The most bytes of the lines that a search returns, where a line counts as LINE_BYTES plus the length of its text."""
         return min(MAX_FOUND_BYTES, self.most * (MAX_TEXT_CHARS + LINE_BYTES))
 
     def marks(self) -> list[bytes]:
@@ -226,7 +226,7 @@ class LogFiles:
         return found[::-1]
 
     def exists(self, name: str) -> bool:
-        """Return True if lines are stored. This blocks as `search` does."""
+        """Return True if lines are stored. This blocks until all lines that were written before are in the files."""
         self._settle()
         return any(path.exists() for path in self._paths(name))
 

@@ -160,7 +160,7 @@ class RevisionLog:
         self.channel.write(source, text, level, request_id=request_id, revision=self._revision)
 
     def last_words(self, source: str, count: int, requests: Collection[str]) -> str:
-        """Return the last lines of one source, joined into one line, without lines of other calls than `requests`."""
+        """Return the last lines of one source, joined into one line. Leave out the lines of calls that are not in `requests`."""
         return " | ".join(_without_outer_frames(self.last_lines(source, KEPT_LINES, requests), count))
 
     def last_lines(self, source: str, count: int, requests: Collection[str] = ()) -> list[str]:
@@ -219,7 +219,7 @@ class Logs:
         return self.channel(function_file(function))
 
     def channel(self, file: str) -> LogChannel:
-        """Return the log that is stored in `file`. The next function of a deleted function's name gets a new one."""
+        """Return the log that is stored in `file`. After a function was deleted, the next function of its name gets a new log."""
         if (channel := self._channels.get(file)) is None or channel.ended:
             channel = self._channels[file] = LogChannel(
                 function_of(file),

@@ -77,7 +77,7 @@ class _Histogram:
         self.sum += value
 
     def samples(self, name: str, labels: dict[str, str]) -> list[Sample]:
-        """Return the samples of the metric `name`. There, a bucket counts all values up to its bound, also those of lower buckets."""
+        """Return the samples of the metric `name`. There, a bucket counts all values up to its bound, also the values in lower buckets."""
         counts = list(itertools.accumulate(self._counts))
         bounds = (*map(str, self._bounds), "+Inf") if self._bounds else ()
         buckets = [
@@ -321,7 +321,7 @@ class Metrics:
 
 
 def _family(reading: Reading, live: Collection[str] | None = None) -> Family:
-    """Return a metric. With `live`, if its first label is the function, it has only the numbers of these functions."""
+    """Return a metric. With `live`, if the first label is the function, leave out functions that are not in `live`."""
     rows = [
         (labels, number)
         for labels, number in reading.values.items()

@@ -95,7 +95,7 @@ TABLE: dict[tuple[Operation, int], SystemRefusal] = {
 
 
 _ANYWHERE = (errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM)
-# Errors of these modules have numbers of their own.
+# Errors of these modules have numbers of their own, which are not errnos.
 _OWN_NUMBERS = ("socket", "ssl")
 _UNREACHED = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT, errno.ENETDOWN)
 _ELSE = {
@@ -104,7 +104,7 @@ _ELSE = {
 
 
 def refusal(operation: Operation, number: int | None, remedy: str = "") -> SystemRefusal:
-    """Return the row of the table, or the text of the operating system with this `remedy`.
+    """Return the row of the table. If there is none, return the text of the operating system with `remedy`.
 
     The errnos in _ANYWHERE, such as that of a full disk, mean the same for each operation.
     """

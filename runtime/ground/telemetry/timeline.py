@@ -1,6 +1,6 @@
 """Measures the phases of one invocation. The durations of its phases sum to its total duration.
 
-A cold start is an invocation that waited for the start of a worker, whatever its cause. Phases marked "cold" exist only there. The duration
+A cold start is an invocation that waited for the start of a worker, whatever its cause. Phases marked "cold" exist only in cold starts. The duration
 of a cold start (`cold_start_s`) is the sum of its first four phases, so it excludes the handler's own time.
 
 queue     from its arrival until it is sent or, in a cold start, until the start of a worker is requested
@@ -190,7 +190,7 @@ class Timeline:
         return cold | phases
 
     def overlap(self, transfer: Transfer) -> dict[str, float]:
-        """Return the seconds of each phase in which a transfer ran. Phases without the transfer are left out."""
+        """Return, for each phase, the seconds in which a transfer ran. Phases without the transfer are left out."""
         start, beside = self.received_s, dict[str, float]()
         end_s = min(transfer.ended_s or start + self.total_s, start + self.total_s)
         for name, seconds in self.phases().items():
