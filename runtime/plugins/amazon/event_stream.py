@@ -63,7 +63,7 @@ def payload_of(piece: bytes) -> bytes:
 
 
 def message(named: Mapping[str, str], payload: bytes) -> bytes:
-    """Return a message with these headers."""
+    """Return a message with the headers `named` and with `payload`."""
     headers = b"".join(_header(name, value) for name, value in named.items())
     # The two lengths and the two checksums have 16 bytes together.
     prelude = struct.pack(">II", 16 + len(headers) + len(payload), len(headers))

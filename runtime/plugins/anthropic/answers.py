@@ -26,8 +26,8 @@ class MessageBlocks:
     def __init__(self, request_id: str, asked: MessagesRequest) -> None:
         self._request_id, self._asked = request_id, asked
         self._blocks: list[tuple[str, list[Any]]] = []
-        """The kind of each block, and its pieces. The pieces are texts. The first piece of a call is the call itself, and the
-        others continue its arguments.
+        """The kind of each block, and its pieces. The pieces are texts, but the first piece of a tool_use block is its
+        ToolCall. The further pieces of such a block continue the arguments of the call.
         """
         self._begun = self._called = False
         self._index, self._open, self._sent, self._blanks = -1, "", "", list[str]()
@@ -149,7 +149,7 @@ class MessageBlocks:
 
 
 def input_tokens(asked: CountRequest) -> PromptAnswer:
-    """Return the answer with the number of tokens of a prompt."""
+    """Return the PromptAnswer that responds with the number of tokens of a prompt."""
 
     def show(delta: Delta) -> dict[str, int] | None:
         if delta.prompt is not None:

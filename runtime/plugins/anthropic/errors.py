@@ -1,4 +1,4 @@
-"""Responds to errors as Anthropic does, and keeps the remedy and the details of our own form."""
+"""Responds to errors as Anthropic does. The errors also have pilotflame's own members `remedy` and `details`."""
 
 from __future__ import annotations
 

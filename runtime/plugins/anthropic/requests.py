@@ -1,4 +1,4 @@
-"""The requests of Anthropic's API, and the event that each becomes.
+"""Defines the requests of Anthropic's API, and turns each of them into the event for a function.
 
 A member that is null counts as absent. An unsupported field that would change the answer is refused, and the error
 names it.
@@ -121,8 +121,8 @@ class Turn(Options):
             said["reasoning_content"] = thought
         if calls := [block.call for block in self.content if isinstance(block, ToolUseBlock)]:
             said["tool_calls"] = calls
-        # Omit an empty turn of the assistant: it only asks for the answer, which begins in its place. Also omit a turn of
-        # the user that had only results of calls.
+        # Omit an empty turn of the assistant, because it only marks where the answer begins. Also omit a turn of the user that
+        # had only results of calls.
         if said["content"] or calls or (self.role == "user" and not results):
             yield said
 
@@ -201,7 +201,7 @@ class CountRequest(Options):
     output_config: OutputConfig = OutputConfig()
 
     def event(self) -> GenerationRequest:
-        """Return the event for the function. Raise BadInput, which names the invalid field."""
+        """Return the event for the function. Raise BadInput with the field's name if a field is invalid."""
         # A handler that ignores `prompt_only` generates only one token.
         return self._event(prompt_only=True, max_tokens=1)
 
@@ -226,8 +226,9 @@ class CountRequest(Options):
         return validate(GenerationRequest, fields, REMEDY)
 
     def _chat(self) -> list[dict[str, Any]]:
-        """Return the messages for the chat template. As in Anthropic's API, join neighbouring messages of the same role, because
-        many templates refuse such neighbours. Do not join results of calls, or a message to one with calls or reasoning.
+        """Return the messages for the chat template. As in Anthropic's API, join neighbouring messages of the same role,
+        because many templates refuse such neighbours. Do not join results of calls, and append nothing to a message that
+        has calls or reasoning.
         """
         found = [{"role": "system", "content": _text_of(self.system)}] if self.system else []
         for message in (message for turn in self.messages for message in turn.messages()):

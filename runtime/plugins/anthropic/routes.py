@@ -73,7 +73,7 @@ class AnthropicApi(ApiPlugin):
         return await self._respond(request, asked, event, input_tokens(asked))
 
     async def _asked(self, request: web.Request, kind: type[T]) -> tuple[T, GenerationRequest]:
-        """Return (body, event) of a request. Raise BadInput, which names the invalid field."""
+        """Return (body, event) of a request. Raise BadInput with the field's name if a field is invalid."""
 
         def read(body: bytes) -> tuple[T, GenerationRequest]:
             asked = validate(kind, supported(load_json(body)), REMEDY)

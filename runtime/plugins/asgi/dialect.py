@@ -1,4 +1,6 @@
-"""Recognises web apps: an object `app` that FastAPI, Starlette or Flask has made, or the app that `asgi` or `wsgi` names."""
+"""Recognises web apps: an object `app` that FastAPI, Starlette or Flask has made, or the app that
+the key `asgi` or `wsgi` in pilotflame.toml names.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from ....handlers.source_file import SourceFile
 
 APP = "app"
 CONCURRENCY = 100
-"""Requests and sockets that one worker serves at a time by default. Frameworks expect to serve many."""
+"""By default, one worker serves at most this many requests and WebSockets at a time."""
 
 
 class AsgiDialect(Dialect):
@@ -36,7 +38,7 @@ class AsgiDialect(Dialect):
 
 
 class WsgiDialect(AsgiDialect):
-    """Apps that follow WSGI, such as those of Flask. They run in threads, by the package a2wsgi."""
+    """Apps that follow WSGI, such as those of Flask. The package a2wsgi runs them in threads."""
 
     name: ClassVar = "wsgi"
     title: ClassVar = "WSGI"

@@ -72,10 +72,10 @@ class HttpExchange:
         return self.response
 
     async def _send_response(self) -> None:
-        """Send the response until it is complete. The app may go on afterwards, as background tasks do.
+        """Send the response until it is complete. The app may run on afterwards, for example in background tasks.
 
-        Raise the error of the invocation. Raise OutputInvalid or LinkError if the pieces are not a valid response, and
-        DeadlineExceeded if the caller reads too slowly.
+        Raise the error of the invocation if it fails. Raise OutputInvalid or LinkError if the pieces are not a valid
+        response, and DeadlineExceeded if the caller reads too slowly.
         """
         pieces = await self._next()
         left_s = max(0.0, self._invocation.deadline_s - time.monotonic())

@@ -1,4 +1,4 @@
-"""Makes the facts of a request for a web app. Headers that only concern the gateway are left out."""
+"""Turns a request for a web app into Facts for the worker, without the headers that only concern the gateway."""
 
 from __future__ import annotations
 

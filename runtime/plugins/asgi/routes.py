@@ -57,7 +57,7 @@ class AsgiApi(ApiPlugin):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
-        # The functions whose log already has the line with their host name.
+        # The functions whose log already has the warning NO_SCRIPTS.
         self._named = set[str]()
 
     def routes(self) -> list[Route]:
@@ -119,7 +119,7 @@ class AsgiApi(ApiPlugin):
         live.logs.write("gateway", text, "warning")
 
     def _app(self, name: str) -> Live:
-        """Return a function. Raise UnknownFunction, and UnknownRoute if it is no web app."""
+        """Return a function. Raise UnknownFunction if it does not exist, UnknownRoute if it is no web app."""
         live = self.backend.functions.get(name)
         if live.record.handler.get("dialect") not in DIALECTS:
             raise UnknownRoute(f"{name} is no web app.", remedy=f"Call it with POST /invoke/{name}.")
@@ -152,7 +152,7 @@ class AsgiApi(ApiPlugin):
     def _submit(
         self, live: Live, request: web.Request, received_s: float, request_id: str, body: bytes, *, follows: bool
     ) -> tuple[Revision, Invocation]:  # fmt: skip
-        """Submit the invocation of a request. Raise the error of an invalid header, or of the queue."""
+        """Submit the invocation of a request. Raise an error if a header is invalid or the queue refuses the invocation."""
         caller = caller_of(request)
         headers, settings, name = request.headers, live.record.settings, live.record.function
         facts = facts_of(

@@ -73,7 +73,7 @@ def split_headers(text: str) -> list[HeaderPair]:
 
 
 def scope_of(facts: Facts, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the ASGI scope of a request. `state` is what the app finds as the state of the request."""
+    """Return the ASGI scope of a request. `state` becomes `scope["state"]`."""
     raw_path = facts.raw_path.encode("utf-8", "surrogateescape")
     path = facts.raw_path if b"%" not in raw_path else unquote_to_bytes(raw_path).decode("utf-8", "replace")
     scope: dict[str, Any] = {

@@ -45,8 +45,8 @@ HEARTBEAT_S = 20.0
 # gone.
 CLOSE_S = 5.0
 RESTART = "service restart"
-# The limit for the bytes that have arrived, in messages of the largest size. While one message is passed on, aiohttp
-# keeps the next message and the parts of a third one.
+# At most this many messages of the largest size may have arrived without being passed to the app. While one message
+# is passed on, aiohttp keeps the next message and the parts of a third one.
 MOST_HELD = 3
 _OURS = b"sec-websocket-"
 

@@ -1,6 +1,5 @@
-"""Recognises AWS Lambda's handlers: `lambda_handler`, or `handler(event, context)` in a file that Lambda users name so.
-
-`FILES` lists these file names.
+"""Recognises AWS Lambda's handlers: `lambda_handler`, or `handler(event, context)` in a file whose name is usual
+for Lambda. `FILES` lists these names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Describes errors as AWS Lambda does.
 
-The function's error is the output, or is in the last message of a stream. Any other error fails the request.
+An error of the function is sent as the output, or in the last message of a stream. Any other error fails the request.
 """
 
 from __future__ import annotations

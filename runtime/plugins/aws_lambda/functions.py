@@ -113,8 +113,8 @@ class FunctionsApi:
 def find_live(request: web.Request, backend: Backend) -> tuple[Live, str]:
     """Return the function and the qualifier that the request names. Without a qualifier, return "" for it.
 
-    Raises UnknownFunction if the qualifier is not $LATEST, nor the number, the id or an alias of the live
-    revision. Raises MalformedRequest if the name and the parameter have different qualifiers.
+    Raise UnknownFunction if the qualifier is not $LATEST, nor the number, the id or an alias of the live
+    revision. Raise MalformedRequest if the name and the parameter have different qualifiers.
     """
     # The path holds `name`, `account:function:name` or an ARN. Each of these may end with `:qualifier`.
     name, _, qualifier = _BEFORE_NAME.sub("", request.match_info["name"]).partition(":")

@@ -39,7 +39,7 @@ def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
     """Import the file of `entry` and return the Handler for the function that `entry` names.
 
     `function` is the name in AWS's context object and environment variables. If it is empty, the folder's name is used.
-    Raises HandlerImportError if the file cannot be imported, HandlerSignatureError if the function cannot be used.
+    Raise HandlerImportError if the file cannot be imported, HandlerSignatureError if the function cannot be used.
     """
     function = function or root.name
     module = import_file(root, root / entry.file, prepare=lambda: _set_environment(root, entry, function))
@@ -93,7 +93,7 @@ def _exact(value: Any) -> Any:
 
 
 def _key(key: Any) -> str:
-    """Return a dictionary's key as `json.dumps` writes it. Raises TypeError for a key that `json.dumps` refuses."""
+    """Return a dictionary's key as `json.dumps` writes it. Raise TypeError for a key that `json.dumps` refuses."""
     return key if isinstance(key, str) else str(next(iter(json.loads(json.dumps({key: None})))))
 
 
@@ -158,7 +158,9 @@ def _of_kafka(event: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(answer: Any, context: Context) -> Any:
-    """Return an answer. Raise HandlerFailed if it reports the message of the call as failed, so that the message stays in the queue."""
+    """Return an answer. Raise HandlerFailed if the answer reports the call's message as failed, so that the message stays
+    in the queue.
+    """
     if _record(context) is not None and isinstance(answer, dict) and answer.get("batchItemFailures"):
         raise HandlerFailed("The handler has returned the message in batchItemFailures.")
     return answer

@@ -51,8 +51,8 @@ class LambdaApi(ApiPlugin):
         self._backend, self._described = backend, FunctionsApi(backend)
 
     def routes(self) -> list[Route]:
-        # The path's variable may hold an ARN, so it is {name}. The guard would check a variable {function} as a name.
-        # `_live` checks {name}.
+        # The path's variable is {name}, because it may hold an ARN. The guard would check a variable {function} as a
+        # function's name. `_live` checks {name}.
         shared: dict[str, Any] = {
             "body": Any, "body_required": False, "parameters": PARAMETERS, "errors": (400, 408, 413, 500, 503),
             "aws_signed": True, "error_format": aws_error, "error_type": LambdaError | ErrorBody,
@@ -146,9 +146,10 @@ class LambdaApi(ApiPlugin):
     async def _streamed(
         self, live: Live, invocation: Invocation, events: ResponseStream
     ) -> Output | PilotflameError:
-        """Wait for the invocation's end like `_ended`, and send an output that was not streamed.
+        """Wait for the invocation's end, and send an output that was not streamed.
 
-        Once the response has begun, its status cannot be changed. Then this method returns errors and raises none.
+        Return the output or an error of the function. Raise any other error, but only if the response has not begun.
+        Afterwards its status cannot change, so return every error.
         """
         try:
             answer = await self._ended(live, invocation)
@@ -167,7 +168,7 @@ class LambdaApi(ApiPlugin):
         _, body = await self._backend.read_body(request, name)
         live, qualifier = self._live(request)
         limits = live.record.settings
-        # `bare`, as in a job, tells the worker that the body is the input itself, not {"input": …}.
+        # `bare` tells the worker that the body is the input itself, not {"input": …}. Jobs set it, too.
         extra |= {"bare": True} | ({"qualifier": qualifier} if qualifier else {})
         traceparent, tracestate = trace_of(headers)
         invocation = Invocation(
@@ -206,7 +207,7 @@ class LambdaApi(ApiPlugin):
 
 
 def _extra(headers: Mapping[str, str]) -> dict[str, Any]:
-    """Return the header X-Amz-Client-Context as fields for `context.extra`. Raises BadInput if it is invalid."""
+    """Return the header X-Amz-Client-Context as fields for `context.extra`. Raise BadInput if it is invalid."""
     sent = headers.get(CLIENT_CONTEXT_HEADER)
     if not sent:
         return {}

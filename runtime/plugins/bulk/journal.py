@@ -68,7 +68,7 @@ class Journal:
         """Lock the output, and continue its unfinished batch. Begin anew if there is no such batch, or on `restart`.
 
         Raise BatchFailed if another process has locked the output. Without `restart`, also raise BatchFailed if the
-        unfinished batch has another identity, or if the output has lines but no unfinished batch.
+        unfinished batch has another function or input, or if the output has lines but no unfinished batch.
         """
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,8 +22,8 @@ from ...command.client.request_errors import answered
 from .inputs import InputLine
 from .journal import Journal
 
-# An answer waits in memory until the answers of all earlier lines are written. If n lines may be in flight, the lines
-# that have been started and whose answers are not yet written are at most AHEAD * n.
+# An answer waits in memory until the answers of all earlier lines are written. If n lines may be in flight, at most
+# AHEAD * n started lines may lack a written answer.
 AHEAD = 8
 READ_LINES = 512
 READ_BYTES = 4 << 20
@@ -170,7 +170,7 @@ async def run_in_order(
 ) -> None:
     """Call `answer` with each line, up to `max_in_flight` at a time, and append the answers to the journal.
 
-    The answers are appended in the order of the lines. After each appended answer, this calls `written` with the
+    The answers are appended in the order of the lines. After each appended answer, call `written` with the
     answer's line. An error that `answer` raises concerns all lines, so it ends the run and is raised here. Answers
     already appended stay.
     """

@@ -27,7 +27,7 @@ DATA = ("data", "data_base64")
 MAX_EVENTS = 1000
 MAX_ATTRIBUTES = 100
 MAX_CONTEXT_BYTES = 64 << 10
-"""Limit for the names and values of all attributes of an event: 64 KiB, the specification's event size."""
+"""The limit for an event's attributes, names and values: the size up to which intermediaries must forward an event."""
 _MOST_REMEDY = f"Send at most {MAX_ATTRIBUTES}, with {MAX_CONTEXT_BYTES} bytes; move some into data."
 
 _SPECVERSION, _TYPE = istr("ce-specversion"), istr("ce-type")
@@ -96,14 +96,14 @@ def is_event(headers: Headers) -> bool:
     if _SPECVERSION in headers or _TYPE in headers:
         return True
     kind = headers.get(hdrs.CONTENT_TYPE)
-    # Each plain request to /invoke comes here. So compare with the usual type first, which is the cheapest test.
+    # This runs for each plain request to /invoke. So compare with the usual type first, which is the cheapest test.
     return kind is not None and kind != JSON_TYPE and kind.lstrip().lower().startswith(FAMILY)
 
 
 def parse(headers: Headers, body: bytes) -> list[ReceivedEvent]:
-    """Return the events of a request. Raises EventInvalid if an event is malformed.
+    """Return the events of a request. Raise EventInvalid if an event is malformed.
 
-    Raises UnsupportedMedia if the format or the charset of the events is not supported. Raises InputTooLarge if there
+    Raise UnsupportedMedia if the format or the charset of the events is not supported. Raise InputTooLarge if there
     are too many events or attributes.
     """
     media = media_type_of(headers)
@@ -146,7 +146,7 @@ def _binary(headers: Headers, body: bytes) -> ReceivedEvent:
 
 
 def _decode(header: str, value: str) -> str:
-    """Return a header's value without quotes and percent-encoding. Raises EventInvalid if it is not UTF-8."""
+    """Return a header's value without quotes and percent-encoding. Raise EventInvalid if it is not UTF-8."""
     value = value.strip(" \t")
     if len(value) >= 2 and value[0] == value[-1] == '"':
         value = _QUOTED.sub(r"\1", value[1:-1])
@@ -185,7 +185,7 @@ def _decode_base64(data: Any, where: str) -> bytes:
 
 
 def _normalize(data: bytes, where: str) -> bytes:
-    """Return JSON data as orjson writes it; empty data stays empty. Raises EventInvalid if the data is not JSON.
+    """Return JSON data as orjson writes it; empty data stays empty. Raise EventInvalid if the data is not JSON.
 
     A sender may repeat an event in another mode. The repeated event belongs to the same job, so both must have the
     same bytes.
@@ -213,7 +213,7 @@ def _kind(content_type: str) -> str:
 
 
 def _check(attributes: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return `attributes` unchanged. Raises EventInvalid if one is wrong, InputTooLarge if they exceed a limit."""
+    """Return `attributes` unchanged. Raise EventInvalid if one is wrong, InputTooLarge if they exceed a limit."""
     if len(attributes) > MAX_ATTRIBUTES:
         raise InputTooLarge(f"{where}The event has {len(attributes)} attributes.", remedy=_MOST_REMEDY)
     try:

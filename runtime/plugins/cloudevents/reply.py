@@ -33,9 +33,9 @@ def wants_reply(request: web.Request) -> bool:
 
 
 async def reply(request: web.Request, cause: ReceivedEvent, response: web.Response) -> web.Response:
-    """Return `response`, which answers the event `cause`, as an event. If there is no output, the result is empty.
+    """Return `response`, which answers the event `cause`, as an event. Return an empty response if there is no output.
 
-    Raises OutputInvalid if the output is meant as an event but is not a valid event.
+    Raise OutputInvalid if the output is meant as an event but is not a valid event.
     """
     body, headers = bytes(response.body or b""), response.headers.copy()  # type: ignore[arg-type]
     kind = headers.popone("Content-Type", JSON_TYPE)

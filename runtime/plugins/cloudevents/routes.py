@@ -32,7 +32,7 @@ ORIGIN, RATE = "WebHook-Request-Origin", "WebHook-Request-Rate"
 MAX_ORIGIN_CHARS = 255
 MAX_HEADER_IDS = 100
 EVENTS_AT_ONCE = 64
-"""The events of a batch that are stored in one commit. Jobs of other callers are stored between two commits of a batch."""
+"""The most events of a batch that are stored in one commit. Between two commits, jobs of other callers are stored."""
 RUN = "/v2/{function}/run"
 
 

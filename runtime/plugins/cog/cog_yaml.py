@@ -43,7 +43,7 @@ class CogYaml(_Section):
 
     @classmethod
     def read(cls, folder: Path) -> CogYaml:
-        """Return the settings, or the defaults if there is no cog.yaml. Raises SettingsError if it is malformed."""
+        """Return the settings, or the defaults if there is no cog.yaml. Raise SettingsError if it is malformed."""
         # Imported here, because few functions have such a file.
         import yaml  # noqa: PLC0415
 

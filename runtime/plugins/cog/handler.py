@@ -39,7 +39,7 @@ PLAIN = (str, int, float, bool, bytes, type(None))
 def resolve_cog(root: Path, entry: Entry, _function: str = "") -> Handler:
     """Import the predictor that `entry` names and return its Handler.
 
-    Raises HandlerImportError if the import fails, HandlerSignatureError if the predictor cannot be used.
+    Raise HandlerImportError if the import fails, HandlerSignatureError if the predictor cannot be used.
     """
     predictor = Predictor(import_file(root, root / entry.file, prepare=_provide_cog), entry)
     inputs, setup = predictor.inputs, predictor.setup
@@ -56,7 +56,7 @@ def _provide_cog() -> None:
 
 
 class Predictor:
-    """The user's class or function that makes predictions, with its inputs and its callers.
+    """The user's class or function that makes predictions, its inputs, and the methods that call it.
 
     If it is a class, `setup` returns its instance, and each worker has an instance of its own.
     """
@@ -155,7 +155,7 @@ class Answers:
         self._is_text = returned is str
 
     def whole(self, output: Any, context: Context) -> Any:
-        """Return the output, with URLs for its files. Raises OutputInvalid if it is wrong or a file cannot be sent."""
+        """Return the output, with URLs for its files. Raise OutputInvalid if it is wrong or a file cannot be sent."""
         self._check(output)
         # Bytes are text if the return annotation is `str`. Otherwise they are the body of the response.
         if isinstance(output, bytes):
@@ -163,7 +163,7 @@ class Answers:
         return output if isinstance(output, PLAIN) else with_urls(output, publish=_publisher(context))
 
     def piece(self, piece: Any, context: Context) -> Any:
-        """Return a piece of a streamed output. Raises OutputInvalid in the same cases as `whole`."""
+        """Return a piece of a streamed output. Raise OutputInvalid if it is wrong or a file cannot be sent."""
         self._check(piece)
         return with_urls(piece, publish=_publisher(context))
 

@@ -51,7 +51,7 @@ _CONFIG = ConfigDict(extra="ignore", arbitrary_types_allowed=True, protected_nam
 
 
 class CogInputs:
-    """The inputs of one `predict` function. Has their JSON schema, and converts events to arguments."""
+    """The inputs of one `predict` function: their JSON schema, and the conversion of events to arguments."""
 
     def __init__(self, predict: Callable[..., Any], label: str) -> None:
         """`predict` is a function or a bound method. Error messages name `label`."""
@@ -77,8 +77,8 @@ class CogInputs:
     def _unwrap(self, event: Any, extra: Mapping[str, Any]) -> Any:
         """Return the inputs in `event`, which may be an envelope `{"input": {…}}` or the inputs themselves.
 
-        The event is not an envelope if another input is one of its keys, or if `extra` has "bare". If the predictor has
-        an input named `input`, only `{"input": {"input": …}}` is an envelope.
+        The event is not an envelope if one of its keys is an input other than `input`, or if `extra` has "bare". If the
+        predictor has an input named `input`, only `{"input": {"input": …}}` is an envelope.
         """
         if not isinstance(event, dict) or set(event) & set(self.names) - {"input"} or extra.get("bare"):
             return {} if event is None else event
@@ -90,7 +90,7 @@ class CogInputs:
     def arguments(self, event: Any, extra: Mapping[str, Any], files: InputFiles) -> dict[str, Any]:
         """Return the arguments for `predict`. If `has_files`, block while files are downloaded into `files`.
 
-        Raises InputInvalid, which names the path of each wrong input.
+        Raise InputInvalid, with the path of each wrong input, if inputs are wrong.
         """
         try:
             model = self._validator.validate_python(self._unwrap(event, extra), context=files)
@@ -219,7 +219,7 @@ def _text(value: Any) -> str:
 
 
 def output_adapter(returned: Any) -> TypeAdapter[Any] | None:
-    """Return an adapter for the type of outputs, or of an iterator's pieces, or None if the type is unknown or Any."""
+    """Return an adapter that checks outputs, or the pieces of an iterator. Return None if their type is unknown or Any."""
     annotation, arguments = returned, typing.get_args(returned)
     if _is_iterator(returned):
         annotation = arguments[0] if arguments else None

@@ -31,7 +31,7 @@ class CogMetrics:
     def record(self, name: str, value: Any, mode: str = "replace") -> None:
         """Set a metric, add to it (`incr`) or append to its list (`append`). The value None deletes the metric.
 
-        Raises ValueError for a wrong name or mode. Raises TypeError if the metric already has another type, or if the
+        Raise ValueError for a wrong name or mode. Raise TypeError if the metric already has another type, or if the
         type does not allow the mode.
         """
         if value is None:

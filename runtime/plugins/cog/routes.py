@@ -262,7 +262,7 @@ class PredictionsApi(ApiPlugin):
     def _live(self, request: web.Request, version: str | None) -> Live:
         """Return the function that the request names, or else the only function that the caller may see.
 
-        Raises UnknownFunction if the caller may see no function, and InputInvalid if the caller may see several.
+        Raise UnknownFunction if the caller may see no function, and InputInvalid if the caller may see several.
         """
         if named := _named(request) or version:
             caller_of(request).check(named)
@@ -284,7 +284,7 @@ def preferred_wait(preferences: Mapping[str, str]) -> float | None:
 
 
 def _is_error(error: Mapping[str, Any]) -> bool:
-    """Return True if the response is this error of a job, and not the failed prediction.
+    """Return True if the caller gets this error of a job as the response, instead of the failed prediction.
 
     As in Cog, an input file that cannot be fetched only makes the prediction fail.
     """

@@ -194,7 +194,7 @@ _scope: ContextVar[CogScope | None] = ContextVar("scope", default=None)
 
 @contextlib.contextmanager
 def scope(entered: CogScope) -> Iterator[None]:
-    """Make `current_scope` return this scope until the block ends. Cog has the same function in `cog.server.scope`."""
+    """Make `current_scope` return `entered` until the block ends. Cog has the same function in `cog.server.scope`."""
     token = _scope.set(entered)
     try:
         yield

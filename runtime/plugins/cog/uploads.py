@@ -54,7 +54,7 @@ class Uploader:
         )
 
     def __call__(self, file: PurePath | io.IOBase, path: str) -> str:
-        """Upload a file and return its URL. If the upload fails, raises OutputInvalid, which names `path`."""
+        """Upload a file and return its URL. Raise OutputInvalid, with `path` in its message, if the upload fails."""
         name = PurePath(str(getattr(file, "name", ""))).name or ("output" if self._form else "file")
         url = self._prefix + parse.quote(name)
         with opened_file(file, path) as source:

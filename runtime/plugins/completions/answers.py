@@ -165,7 +165,7 @@ class CompletionAnswer:
 
 @dataclass
 class _Choice:
-    """One answer so far. A streamed answer is counted, but `keep` is not called."""
+    """One answer so far. For a stream, `count` is called with each delta, but `keep` is not."""
 
     chars: int = 0
     called: int = 0
@@ -194,7 +194,10 @@ class _Choice:
             self.logprobs += delta.logprobs
 
     def count(self, delta: Delta) -> None:
-        """Count a delta. Raise OutputInvalid if it has arguments without a call: the pieces of a stored job were not checked before."""
+        """Count a delta. Raise OutputInvalid if it has arguments without a call.
+
+        This is checked here, because the pieces of a stored job were not checked before.
+        """
         if delta.arguments and not self.called:
             raise OutputInvalid(
                 "The function yields arguments without a call.",

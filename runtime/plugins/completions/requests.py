@@ -1,4 +1,4 @@
-"""The requests of OpenAI's API, and the events that they become.
+"""Defines the requests of OpenAI's API, and turns them into events for functions.
 
 An unsupported field that would change the answer is refused, and the error names it. An unsupported field that cannot
 change the answer is accepted.
@@ -20,7 +20,7 @@ from .messages import plain_message
 
 MOST_PROMPTS = 128
 MOST_SHARED_BYTES = 16 << 20
-"""The limit for the size of the fields that all prompts of a request share, multiplied by the number of prompts."""
+"""The limit for (size of the fields that all prompts share) * (number of prompts). Each prompt's call has a copy of them."""
 T = TypeVar("T")
 Several = Annotated[list[T], Field(max_length=MOST_PROMPTS)]
 MOST_TOKENS = 16
@@ -236,7 +236,7 @@ class _Request(Sampling):
             raise BadInput(message, remedy="Set stream to false.", details={"field": "prompt_logprobs"})
 
     def _event(self, **fields: Any) -> GenerationRequest:
-        """Return an event with the fields that the request sets, and then `fields` that are not None."""
+        """Return an event with the fields that the request sets. Values of `fields` that are not None replace them."""
         event = self.model_dump(exclude=set(OWN | self.own), exclude_unset=True)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         fields["output"] = self.output

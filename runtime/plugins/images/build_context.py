@@ -76,7 +76,7 @@ def write_context(
 ) -> BuildContext:
     """Write the build context of the function in the folder `source` into `target`, which must be empty.
 
-    Raise SettingsError, CodeError, RequirementsError or BuildFailed.
+    Raise SettingsError, CodeError, RequirementsError or BuildFailed if the context cannot be written.
     """
     settings = read_settings(source, overrides=overrides)
     needs = installed_dialects().requirements(source, settings.handler)

@@ -71,7 +71,7 @@ class ImageEngine:
         self, context: Path, tag: str, labels: Mapping[str, str], *, platform: str | None = None,
         options: Sequence[str] = (),
     ) -> str:  # fmt: skip
-        """Build the image of a context and give it the name `tag`. Return its id. Raise BuildFailed."""
+        """Build the image of a context and give it the name `tag`. Return its id. Raise BuildFailed if the build fails."""
         with tempfile.TemporaryDirectory(prefix="pilotflame-build-") as folder:
             id_file = Path(folder, "id")
             named = [f"--label={key}={value}" for key, value in labels.items()]
@@ -102,7 +102,7 @@ class ImageEngine:
         return f"{repository_of(image)}@{digest}" if digest else None
 
     def push(self, tag: str) -> str:
-        """Push an image to its registry. Return the image's digest in the registry. Raise BuildFailed."""
+        """Push an image to its registry. Return the image's digest in the registry. Raise BuildFailed if the push fails."""
         if self.name == "docker":
             # The last line of the output is like `1.0: digest: sha256:... size: 1234`.
             outcome = self._run("push", tag)

@@ -19,14 +19,14 @@ from .unfinished import Record, RecordPlace, TakenOffsets, WaitingRecords
 BUSY_SLICE_S = 0.05
 """The interval for reading new messages while messages wait for earlier messages with the same key."""
 MAX_SPAN = 10_000
-"""A partition is paused while this many of its messages are unfinished."""
+"""A partition is paused while this member has received this many of its messages, counted from the first unfinished one."""
 MAX_WAITING_BYTES = 64 << 20
 """All partitions are paused while the waiting messages have this size."""
 
 
 LAMBDA = "lambda"
 """The dialect whose handlers get whole records. For other dialects, a job stores no headers and no second copy of
-the value. While the dialect is not known, records are whole.
+the value. While the dialect is not known, jobs store whole records.
 """
 _SENT_TYPES = ("NO_TIMESTAMP_TYPE", "CREATE_TIME", "LOG_APPEND_TIME")
 
@@ -60,7 +60,9 @@ class Deliveries:
     """
 
     def __init__(self, facts: Mapping[str, str] = NOTHING, dialect: Callable[[], str] = str) -> None:
-        """`facts` describe the topic. They are added to the facts of each message. `dialect` is `Identity.dialect`."""
+        """`facts` describe the topic. They are added to the facts of each message. `dialect`
+        returns the dialect of the function's handler, or "" if it is not known yet.
+        """
         self._facts, self._dialect = facts, dialect
         self.cluster = ""
         """The id of the cluster, for the ids of messages. Another cluster may have a copy of the topic, with the same offsets and times."""
@@ -68,7 +70,7 @@ class Deliveries:
         self._epochs: dict[int, int] = {}
         """How often each partition was assigned to this member."""
         self._taken: dict[int, TakenOffsets] = {}
-        """The offsets of each partition that this member has."""
+        """For each partition of this member, the offsets of the received messages."""
         self._committed: dict[int, int] = {}
         self._waiting = WaitingRecords()
         self._in_progress: dict[str, Record] = {}
@@ -99,7 +101,7 @@ class Deliveries:
                     self._busy.discard(record.group)
 
     def paused(self) -> set[int]:
-        """Return the partitions to pause: those with too many unfinished messages, or all if too many bytes wait."""
+        """Return the partitions to pause: all if too many bytes wait, else those that have reached MAX_SPAN."""
         with self._lock:
             full = self._waiting.size_bytes >= MAX_WAITING_BYTES
             return {part for part, taken in self._taken.items() if full or taken.span >= MAX_SPAN}
@@ -192,7 +194,7 @@ class Deliveries:
             return True
 
     def again(self, message: Message, delay_s: float, *, failed: bool) -> None:
-        """Let a message in progress wait again. It counts as another delivery only if it has failed."""
+        """Let a message in progress wait again. Count another delivery only if the message has `failed`."""
         with self._lock:
             if (record := self._end(message)) is not None:
                 self._waiting.add(record.again() if failed else record, time.monotonic() + delay_s)

@@ -14,7 +14,7 @@ from .client import LOG, REQUEST_S, config_of, failed, failures
 from .settings import KafkaSource
 
 MARGIN_S = 5.0
-"""How much longer than the producer's own limit (REQUEST_S) `Writer` waits for the outcome of a write."""
+"""`Writer` waits for the outcome of a write this much longer than the producer tries to write (REQUEST_S)."""
 
 MAX_MESSAGE_BYTES = 100_000_000
 """The limit of the producer. It is so high that only brokers and topics limit messages. By default, the library's consumers

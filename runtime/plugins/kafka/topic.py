@@ -112,7 +112,7 @@ class KafkaTopic:
     def _live(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages that may run.
 
-        The other messages have failed too often, but an earlier write to the dead letters has failed. Try to write them again.
+        The other messages have failed too often, and could not be written to the dead letters. Try to write them again.
         """
         live = []
         for message in messages:
@@ -193,7 +193,7 @@ class KafkaTopic:
             self._polling.release()
 
     def _pause_long(self, consumer: Any) -> None:
-        """Pause partitions with too many unfinished messages, or all partitions if too many bytes wait. Resume the others."""
+        """Pause the partitions that `Deliveries.paused` returns, and resume the others."""
         long = self._deliveries.paused()
         parts = consumer.assignment()
         consumer.pause([one for one in parts if one.partition in long])
@@ -225,7 +225,7 @@ class KafkaTopic:
             if delay_s and self._source.dead_letters and record.deliveries >= self._source.max_deliveries:
                 self._bury(message, record)
             else:
-                # Without a delay, the message did not fail: it waited for another one, or the gateway ends.
+                # Without a delay, the message did not fail: it waited for an earlier message, or the gateway ends.
                 self._deliveries.again(message, delay_s, failed=bool(delay_s))
 
     def _bury(self, message: Message, record: Record) -> None:
@@ -308,7 +308,9 @@ class KafkaTopic:
 
 
 def _metadata(kafka: Any, client: Any, topic: str, found: Sequence[Any]) -> Any:
-    """Return the metadata of a topic. `found` gets the client's errors. Return None once it has a refusal, or after CHECK_S."""
+    """Return the metadata of a topic. The client adds its errors to `found`. Return None once `found` has a refusal,
+    or after CHECK_S.
+    """
     until_s = time.monotonic() + CHECK_S
     while time.monotonic() < until_s and not any(one.name() in REFUSALS for one in found):
         try:

@@ -36,7 +36,9 @@ class Record:
 
     @property
     def group(self) -> str:
-        """The messages of a group run one after the other: the messages of a partition with the same key. "" without a key."""
+        """A group is all messages of a partition with the same key. They run one after the other. "" for a message
+        without a key.
+        """
         return "" if self.key is None else f"{self.place.partition}:{self.key.hex()}"
 
     @property
@@ -98,7 +100,7 @@ class WaitingRecords:
 
 
 class TakenOffsets:
-    """The offsets of one partition that were taken, and the offsets among them that are finished."""
+    """The offsets of the received messages of one partition, and which of these messages are finished."""
 
     def __init__(self) -> None:
         self._open: list[int] = []

@@ -62,7 +62,7 @@ class _Count:
         self._fields = self._values = 0
 
     def read(self, kind: str, at: int, end: int) -> None:
-        """Count the fields of the message from `at` to `end`, which is of this kind, and the fields of the messages in it."""
+        """Count the fields of the message of type `kind` from `at` to `end`, and the fields of the messages in it."""
         fields, is_contents, data = _FIELDS[kind], kind == _CONTENTS, self._data
         while at < end:
             self._add(1, is_contents)
@@ -128,7 +128,7 @@ def is_small(kind: str, data: bytes, most: int) -> bool:
 
 
 def read_message(kind: str, data: bytes) -> Any:
-    """Return the message in bytes that `check` has accepted. Raise BadInput."""
+    """Return the message in bytes that `check` has accepted. Raise BadInput if protobuf refuses them."""
     try:
         return CLASSES[kind].FromString(data)
     except DecodeError:

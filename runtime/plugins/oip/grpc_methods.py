@@ -113,7 +113,7 @@ class GrpcMethods:
     ) -> Message | None:
         """Write the outputs that a function yields as responses to a ModelInferRequest of a stream.
 
-        Return the last response, which is not written: the output of a function that does not yield, or an empty response if
+        Do not write the last response, but return it: the output of a function that does not yield, or an empty response if
         the caller wants it. Return None if no response follows. Raise TimeoutError if the function's outputs are not
         written LAST_EVENT_S after the deadline.
         """
@@ -137,7 +137,9 @@ class GrpcMethods:
         )
 
     async def _response(self, output: Output, call: GrpcCall, **fields: Any) -> Message:
-        """Return the response with a worker's output. A long header is read in a thread. Raise OutputInvalid."""
+        """Return the response with a worker's output; a thread reads a long header. Raise OutputInvalid if it has no
+        tensors.
+        """
         header = output.payload[: tensors_header(output)]
         if len(header) <= MAX_ON_LOOP_BYTES:
             return infer_response(output.payload, header, **fields)
@@ -175,7 +177,9 @@ class GrpcMethods:
                 infer.count(invocation)
 
     def _read(self, sent: SentRequest, model: TensorModel) -> InferRequest:
-        """Return the request in a message. Raise InputTooLarge and BadInput."""
+        """Return the request in a message. Raise InputTooLarge if the function takes no message of this size, or the
+        error of an invalid request.
+        """
         most = self._backend.body_limit(model.live.revision)
         if sent.size > most:
             raise too_large(most, self._backend.too_large_remedy(most, model.live.revision))

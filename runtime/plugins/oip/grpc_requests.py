@@ -24,7 +24,7 @@ _CONTENTS = {
     "UINT32": ("uint_contents", "I"), "UINT64": ("uint64_contents", "Q"), "FP32": ("fp32_contents", "f"),
     "FP64": ("fp64_contents", "d"), "BOOL": ("bool_contents", "B"),
 }  # fmt: skip
-"""For each datatype, the field that holds its values, and the type code of these values as bytes."""
+"""For each datatype, the field that holds its values, and the type code with which `array` turns them into bytes."""
 
 
 class _OutputParameters(BaseModel, frozen=True, strict=True):
@@ -70,7 +70,7 @@ def read_request(data: bytes) -> SentRequest:
 
 
 def _infer_request(sent: Any) -> InferRequest:
-    """Return the request in a ModelInferRequest. Raise BadInput, which names the input or the parameter."""
+    """Return the request in a ModelInferRequest. Raise BadInput if an input or a parameter is invalid."""
     if len(sent.inputs) > MOST_TENSORS:
         raise BadInput(f"There are more than {MOST_TENSORS} inputs.")
     if len(sent.raw_input_contents) > len(sent.inputs):
@@ -97,8 +97,8 @@ def _infer_request(sent: Any) -> InferRequest:
     ]
     parameters = parameters_of(sent.parameters)
     found = {"id": sent.id, "inputs": inputs, "outputs": outputs, "parameters": parameters}
-    # Send only the inputs, because the worker reads no other field of the JSON. So calls with other ids have the same body
-    # for the response cache.
+    # Send only the inputs, because the worker reads no other field of the JSON. So calls that differ only in
+    # their ids have the same body for the response cache.
     header = orjson.dumps({"inputs": inputs})
     return InferRequest.of(found, b"".join([header, *data]), len(header), binary=True)
 
@@ -118,7 +118,8 @@ def _contents(tensor: Any) -> bytes:
 
 
 def infer_response(payload: bytes, header: bytes, **fields: Any) -> Message:
-    """Return the ModelInferResponse with a worker's outputs and other `fields`. Raise OutputInvalid.
+    """Return the ModelInferResponse with a worker's outputs and other `fields`. Raise OutputInvalid if the header is
+    invalid.
 
     `header` is the JSON at the beginning of `payload`.
     """

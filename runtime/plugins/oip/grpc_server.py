@@ -173,7 +173,7 @@ class GrpcServer(grpc.GenericRpcHandler):
         self, method: Method, headers: CIMultiDict[str], answer: Callable[[GrpcCall, Admitted], Awaitable[None]], context: Any,
         connection: GrpcConnection, counts: contextlib.ExitStack,
     ) -> PilotflameError | None:  # fmt: skip
-        """Answer a call. Return its error, or None. `counts` stops counting the call at its end."""
+        """Answer a call. Return its error, or None. When `counts` is closed, the call is no longer counted."""
         try:
             admitted = await self._entrance.admit(headers, method.route, connection.transport)
             responses = Responses(context, self._unread, admitted.caller.owner)
@@ -253,7 +253,9 @@ class GrpcServer(grpc.GenericRpcHandler):
                 first.leave()
 
     async def _read(self, kind: str, sent: bytes, call: GrpcCall) -> Any:
-        """Return the request in a message. Raise BadInput, InputTooLarge, and Overloaded."""
+        """Return the request in a message. Raise BadInput if it is invalid, InputTooLarge if it is too long once it is
+        unpacked, and Overloaded if too many bytes of the caller wait to be parsed.
+        """
         if len(sent) <= MAX_ON_LOOP_BYTES and is_small(kind, sent, FEW_FIELDS):
             return _request(kind, sent)
         return await self._entrance.app[PARSED_BODIES].read(
@@ -261,7 +263,9 @@ class GrpcServer(grpc.GenericRpcHandler):
         )
 
     async def _next_request(self, call: GrpcCall) -> Any:
-        """Return the next request; EOF at the end of the stream, or if no request comes for IDLE_S. Raise Overloaded."""
+        """Return the next request; EOF at the end of the stream, or if no request comes for IDLE_S. Raise Overloaded if too
+        many bytes arrive.
+        """
         try:
             return await _next(call, IDLE_S)
         except TimeoutError:
@@ -298,7 +302,7 @@ class GrpcServer(grpc.GenericRpcHandler):
 
 
 def _credentials(certificate: Certificate) -> grpc.ServerCredentials:
-    """Return credentials that follow the files of the gateway's certificate."""
+    """Return credentials that change with the files of the gateway's certificate."""
     used = certificate.pem
 
     def renewed() -> Any:
@@ -324,12 +328,14 @@ async def _next(call: GrpcCall, timeout_s: float) -> Any:
 
 
 def _checked_request(kind: str, most: int, sent: bytes) -> Any:
-    """Return the request in a message of at most this many bytes. Blocks: call it in a thread."""
+    """Return the request in a message, which may have at most `most` bytes once it is unpacked. Blocks: call it in a
+    thread.
+    """
     data = unpacked(sent, most)
     check(kind, data)
     return _request(kind, data)
 
 
 def _request(kind: str, data: bytes) -> Any:
-    """Return the request in the bytes of a message whose fields were counted. Raise BadInput."""
+    """Return the request in the bytes of a message that `check` has accepted. Raise BadInput if protobuf refuses them."""
     return read_request(data) if kind == _INFER.request else read_message(kind, data)

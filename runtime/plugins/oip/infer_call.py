@@ -58,7 +58,7 @@ class InferCall(Invoker):
         self, asked: InferRequest, headers: Headers, request_id: str, received_s: float, caller: Caller,
         on_end: Callable[[], None] | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
-        """Submit a request. Return what `Invoker.begin` returns, and raise its errors."""
+        """Submit a request. Return (revision, invocation). Raise the errors of `Invoker.begin`."""
         max_batch = self.model.largest_batch(asked.rows)
         self._id, fields = asked.id, {"model_name": self._name, "model_version": self.model.version}
         return super().begin(
@@ -82,7 +82,7 @@ class InferCall(Invoker):
         header_bytes, payload = tensors_header(output), output.payload
         is_json = header_bytes == len(payload)
         if self._id:
-            # The worker does not write the id, because calls with other ids may get the same output (response cache).
+            # The worker does not write the id, because the response cache gives one output to calls with different ids.
             own = b'{"id":%s,' % orjson.dumps(self._id)
             header_bytes, payload = header_bytes + len(own) - 1, own + memoryview(payload)[1:]
         if is_json:

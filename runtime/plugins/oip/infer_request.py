@@ -115,13 +115,13 @@ class InferRequest:
     """The headers with the request's parameters `timeout` and `priority`; None if it has neither."""
     extra: Mapping[str, Any] | None = None
     rows: int = 0
-    """The longest first axis of its inputs."""
+    """The length of the longest first axis among the inputs."""
     empty_final: bool = False
     """True if the client wants an empty response after the last response of a model that may send several."""
 
     @classmethod
     def read(cls, headers: Headers, body: bytes, model: TensorModel) -> Self:
-        """Return the request in an HTTP body. Raise BadInput, which names the field."""
+        """Return the request in an HTTP body. Raise BadInput with the field's name if a field is invalid."""
         header_bytes = json_bytes(headers, len(body))
         if not header_bytes and body:
             header = _header_of_raw(body, model)
@@ -151,8 +151,8 @@ class InferRequest:
         )  # fmt: skip
 
     def of_inputs(self, inputs: list[Any], header_bytes: int) -> Self:
-        """Return the request with nothing but these inputs in the JSON of its body, so that equal requests with other ids
-        have the same body for the response cache. A body that is too large for the cache stays as it is.
+        """Return the request with nothing but these inputs in the JSON of its body, so that requests that differ only in
+        their ids have the same body for the response cache. A body that is too large for the cache stays as it is.
         """
         if len(self.body) > MAX_INPUT_BYTES:
             return self
@@ -162,7 +162,7 @@ class InferRequest:
         )
 
     def with_headers(self, headers: Headers) -> Headers:
-        """Return `headers`, with this request's timeout and priority in place of theirs."""
+        """Return `headers`. The timeout and the priority in the request's parameters replace those in `headers`."""
         if self.headers is None:
             return headers
         merged = CIMultiDict(headers)
@@ -171,7 +171,7 @@ class InferRequest:
 
 
 def json_bytes(headers: Headers, size: int) -> int:
-    """Return how many bytes of a body of this size are JSON. Raise BadInput."""
+    """Return how many bytes of a body of this size are JSON. Raise BadInput if the header with this number is invalid."""
     length = headers.get(HEADER_LENGTH)
     if length is None:
         return size
@@ -181,7 +181,9 @@ def json_bytes(headers: Headers, size: int) -> int:
 
 
 def _header_of_raw(body: bytes, model: TensorModel) -> bytes:
-    """Return the JSON for a body that has none, because the body is the data of the model's only input. Raise BadInput."""
+    """Return the JSON for a body that has none, because the body is the data of the model's only input. Raise
+    BadInput if the model has several inputs, or if the shape of the input is not clear.
+    """
     if len(model.inputs) != 1:
         raise BadInput(f"A body without JSON needs a model with one input; it has {len(model.inputs)}.")
     (name, tensor), fixed = next(iter(model.inputs.items())), 1
@@ -210,7 +212,9 @@ def _item_bytes(datatype: str) -> int:
 
 
 def _headers(parameters: Mapping[str, Any]) -> dict[str, str] | None:
-    """Return headers with a request's parameters `timeout`, in microseconds, and `priority`. Raise BadInput."""
+    """Return headers with a request's parameters `timeout`, in microseconds, and `priority`. Raise BadInput if one of them
+    is not a whole number.
+    """
     found = {}
     for name in ("timeout", "priority"):
         value = parameters.get(name, 0)

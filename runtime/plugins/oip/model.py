@@ -105,8 +105,8 @@ class TensorModel:
         return replace(self, max_batch_size=max_batch_size)
 
     def largest_batch(self, rows: int) -> int:
-        """Return the largest number of requests in a batch with a request of `rows` rows, so that the batch has at most
-        `max_batch_size` rows; 0 for no limit. Raise BadInput if the request alone has too many rows.
+        """Return how many requests of `rows` rows fit into a batch of at most `max_batch_size` rows; 0 for no limit. Raise
+        BadInput if one such request is too large.
         """
         if self.max_batch_size and rows > self.max_batch_size:
             message = f"inference request batch-size must be <= {self.max_batch_size}; it is {rows}."

@@ -20,7 +20,7 @@ _MOST_ROWS = 2**31 - 1
 
 
 class Repository:
-    """The functions as a model repository, with their counts. Unloading a model pauses its function."""
+    """The functions as a model repository, with the counts of their calls. Unloading a model pauses its function."""
 
     def __init__(self, functions: Functions) -> None:
         self.models, self.statistics = TensorModels(functions), Statistics()
@@ -59,7 +59,7 @@ class Repository:
         await live.workers.wait_ready(1, LOAD_S)
 
     async def unload(self, name: str) -> None:
-        """Pause a function. Raise UnknownFunction."""
+        """Pause a function. Raise UnknownFunction if it does not exist."""
         await self._functions.pause(function_of(name), paused=True)
 
 

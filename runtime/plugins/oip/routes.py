@@ -143,7 +143,9 @@ class OipApi(ApiPlugin):
         return await parsed(request, header, lambda _: InferRequest.read(request.headers, body, model))
 
     def _model(self, request: web.Request) -> TensorModel:
-        """Return the model in the path. Raise UnknownFunction or BadInput."""
+        """Return the model in the path. Raise UnknownFunction if it does not exist, BadInput if the function has no
+        tensors.
+        """
         model = self._repository.models.find(request.match_info["model"], caller_of(request).check)
         model.check_version(request.match_info.get("version", ""))
         return model

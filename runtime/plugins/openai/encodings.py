@@ -148,7 +148,7 @@ class ScoringRequest(BaseModel):
         return list(zip(left, right, strict=True))
 
     def answer(self, found: list[RerankOutput], request_id: str) -> ScoringAnswer:
-        """Return the response to the outputs of all events. Raise OutputInvalid if one has no score for a text."""
+        """Return the response to the outputs of all events. Raise OutputInvalid if an output has no score for a text."""
         queries = [event["query"] for event in self.events()]
         scores = {
             query: {one.index: one.score for one in output.results}

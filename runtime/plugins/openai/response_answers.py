@@ -36,7 +36,7 @@ class ResponseAnswer:
     _usage: TokenUsage | None = None
     _tokens: int = 0
     _reasoned: int = 0
-    """The tokens of the reasoning."""
+    """The number of tokens in the reasoning."""
     _sent: int = 0
     """The number of the next event."""
 

@@ -1,4 +1,4 @@
-"""The requests of OpenAI's Responses API, and the event that each becomes."""
+"""Defines the requests of OpenAI's Responses API, and turns each of them into the event for a function."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class ResponseRequest(Sampling):
 
 
 def _add_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    """Add a call to the answer that it belongs to."""
+    """Add a call to the last message if this is a message of the assistant, else to a new message of the assistant."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     function = {"name": item.get("name"), "arguments": item.get("arguments")}

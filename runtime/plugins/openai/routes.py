@@ -52,7 +52,7 @@ _STATUSES = (400, 404, 408, 413, 422, 429, 500, 503, 504)
 
 
 CONTRACTS = (GenerationRequest, EmbeddingRequest, RerankRequest)
-"""The events of the functions that are models."""
+"""A function is a model if its handler takes an event of one of these types."""
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
 
@@ -223,7 +223,9 @@ class OpenAiApi(ApiPlugin):
         return await outputs_response(request, size, lambda: asked.answer([*map(read, outputs)], request_id))
 
     async def _asked(self, request: web.Request, kind: type[T], then: Callable[[T], R]) -> tuple[T, R]:
-        """Return the body of a request, and the result of `then` with it. Raise BadInput, which names the field."""
+        """Return the body of a request, and the result of `then` with it. Raise BadInput with the field's name if a field
+        is invalid.
+        """
         body = await read_body(request, self.backend.max_body_bytes)
         name = request.match_info.get("function", "")
         if not name and b'"model"' not in body:
@@ -244,17 +246,21 @@ class OpenAiApi(ApiPlugin):
         return found[0].record.function if len(found) == 1 else ""
 
     def _models(self, request: web.Request) -> list[Live]:
-        """Return the models that the caller may use: if the path has the name of a function, this function only."""
+        """Return the models that the caller may use. If the path names a function, return only this function."""
         if (name := request.match_info.get("function")) is not None:
             return [model(self.backend, request, name, *CONTRACTS)]
         return models(self.backend, request, *CONTRACTS)
 
     def _named(self, request: web.Request, name: str, *contracts: type[BaseModel]) -> Live:
-        """Return the function in the path, whatever `model` the request names, or else the function `name`."""
+        """Return the function that the path names, even if `name` differs. If the path names no function, return the
+        function `name`.
+        """
         return model(self.backend, request, request.match_info.get("function", name), *contracts)
 
     def _writer(self, request: web.Request, name: str) -> Generator:
-        """Return the function in the path, with an adapter if `name` is function:adapter, or else the model `name`."""
+        """Return the function that the path names, with the adapter in `name` if `name` is function:adapter. If the path
+        names no function, return the model `name`.
+        """
         function = request.match_info.get("function", name)
         return generator(self.backend, request, name if name.startswith(f"{function}:") else function)
 

@@ -15,7 +15,7 @@ from ....handlers.encoders import EmbeddingRequest, RerankRequest
 from ...front.generation.models import takes
 from ...node.functions.live import Live
 
-# Version 1 of the client needs prices, and version 2 needs all of them if there are some.
+# Version 1 of the client needs prices. Version 2 needs all of these prices or none.
 _PRICES = dict.fromkeys(("base", "finetune", "hourly", "input", "output"), 0.0)
 
 

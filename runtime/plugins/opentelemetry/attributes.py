@@ -25,7 +25,7 @@ def resource(name: str, **attributes: str) -> Resource:
 
 
 def model_attributes(generation: GenerationEnd) -> dict[str, AttributeValue]:
-    """Return the attributes of metrics and spans of an answer."""
+    """Return the attributes that the metrics and the span of a language model's answer have in common."""
     found: dict[str, AttributeValue] = {
         "gen_ai.operation.name": "generate_content", "gen_ai.provider.name": "pilotflame",
         "gen_ai.request.model": generation.function,
@@ -36,7 +36,7 @@ def model_attributes(generation: GenerationEnd) -> dict[str, AttributeValue]:
 
 
 def generation_attributes(generation: GenerationEnd) -> dict[str, AttributeValue]:
-    """Return the attributes of the span of an answer."""
+    """Return the attributes of the span of a language model's answer."""
     return model_attributes(generation) | {
         "gen_ai.usage.input_tokens": generation.prompt_tokens,
         "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,

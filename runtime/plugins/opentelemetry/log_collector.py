@@ -1,6 +1,6 @@
 """Sends records of logs to a collector, as messages of OTLP over HTTP.
 
-The SDK's modules for logs have private names, so this uses only the messages of the protocol, which are public.
+The SDK's modules for logs have private names, so this module uses only the messages of the protocol, which are public.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .attributes import NAME
 
 LOG = logging.getLogger(__name__)
 RETRIES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""The delays before a batch is sent again. A longer Retry-After counts, up to LONGEST_DELAY_S."""
+"""The delays before a batch is sent again. A longer Retry-After replaces a delay, up to LONGEST_DELAY_S."""
 LONGEST_DELAY_S = 30.0
 RETRIED = frozenset({429, 502, 503, 504})
 TOO_LARGE = 413
@@ -47,7 +47,7 @@ class LogTarget(NamedTuple):
 
     @staticmethod
     def of(environ: Mapping[str, str]) -> LogTarget:
-        """Return the target that OpenTelemetry's variables name. Raises GatewayError."""
+        """Return the target that OpenTelemetry's variables name. Raise GatewayError if a variable is invalid."""
 
         def read(name: str, default: str = "") -> str:
             own, shared = f"OTEL_EXPORTER_OTLP_LOGS_{name}", f"OTEL_EXPORTER_OTLP_{name}"

@@ -38,7 +38,7 @@ FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.7
 LATER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 TIMEOUTS = (ActivationTimeout.code, DeadlineExceeded.code)
 ReadTotals: TypeAlias = Callable[[Totals], Iterable[tuple[int, dict[str, str]]]]
-"""Returns numbers, each with its attributes beside the name of the function."""
+"""Returns numbers, each with its attributes. The attribute with the name of the function is added later."""
 
 
 class FunctionMetrics:
@@ -47,7 +47,7 @@ class FunctionMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._since_ns = time.time_ns()
-        # For each function, the time of the request for the latest worker start that was recorded.
+        # For each function, the time at which the worker with the latest recorded start was requested.
         self._asked_s = dict[str, float]()
         reader = PeriodicExportingMetricReader(ExporterWithDurations(self._durations))
         self._provider = MeterProvider([reader], resource(NAME), shutdown_on_exit=False)

@@ -69,7 +69,7 @@ class OpenTelemetry(Observer):
             events.begun.append(self._spans.begin)
             events.generated.append(self._spans.note_generated)
         if self._logs is not None:
-            # Subscribe after `InvocationSpans.begin`, because `LogExport.begin` reads the span that it gives an invocation.
+            # Subscribe after `InvocationSpans.begin`, which gives an invocation the span that `LogExport.begin` reads.
             events.begun.append(self._logs.begin)
             events.logged.append(self._logs.note)
         events.ended.append(self._note_end)

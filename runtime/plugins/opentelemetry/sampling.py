@@ -1,8 +1,8 @@
 """Decides which invocations are traced, and makes the ids of their spans.
 
-The SDK takes 3 microseconds to decide about a request, and 10 more to read the trace of a caller, which is much for a short call. So
-this module asks the sampler at the start only. Later it compares trace ids with a number. It draws how many requests without a
-trace come before the next sampled one, and these need no ids.
+The SDK takes 3 microseconds to decide about a request, and 10 more to read the trace of a caller, which is much for a
+short call. So this module asks the sampler at the start only. Later it compares trace ids with a number. For requests
+without a trace, it draws how many come before the next sampled request. The requests before it need no ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TraceSampling:
     """Makes the `traceparent` of the spans of invocations. It ends with 01 if the invocation is sampled."""
 
     def __init__(self, sampler: Sampler | None = None) -> None:
-        """Without `sampler`, the standard variables name one."""
+        """Without `sampler`, OpenTelemetry's environment variables choose the sampler."""
         self._sampler = sampler or TracerProvider(shutdown_on_exit=False).sampler
         self.roots = _roots(self._bound(""))
         """For each request without a parent, the `traceparent` of its span; "" if it is not sampled."""
@@ -42,7 +42,8 @@ class TraceSampling:
         self._bounds = {sampled: self._bound(f"-{PARENT}-{sampled:02x}") for sampled in (False, True)}
 
     def child(self, traceparent: str) -> str:
-        """Return the `traceparent` of a span whose parent is a caller's span. If the argument is invalid, return one of `roots`.
+        """Return the `traceparent` of a span whose parent is a caller's span. If the argument is invalid, return the next
+        of `roots`.
 
         `traceparent` matches `timeline.TRACEPARENT`.
         """
@@ -57,8 +58,8 @@ class TraceSampling:
     def _bound(self, parent: str) -> int:
         """Return the number below which the lower half of a trace id must be, so that a span is sampled.
 
-        `parent` is the end of the `traceparent` of its parent, or "". All standard samplers take the lower numbers, so a binary
-        search finds the number.
+        `parent` is the end of the `traceparent` of the span's parent, or "". All standard samplers sample the ids below a
+        number, so a binary search finds this number.
         """
         low, high = 0, 1 << HALF_BITS
         while low < high:
@@ -84,7 +85,7 @@ def _roots(bound: int) -> Iterator[str]:
 
 
 def _unsampled(share: float) -> int:
-    """Return how many requests come before the next sampled one: a number of the geometric distribution."""
+    """Return how many requests come before the next sampled one: a random number with the geometric distribution."""
     if share <= 0.0:
         return sys.maxsize
     if share >= 1.0:

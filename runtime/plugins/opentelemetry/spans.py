@@ -63,7 +63,9 @@ class InvocationSpans:
         self._dropped = 0
 
     def begin(self, _function: str, invocation: Invocation) -> None:
-        """Decide if an invocation is sampled. Give it a span for its worker if it is, or if its caller has a trace."""
+        """Decide if an invocation is sampled. If it is sampled, or if its caller has a trace, give the invocation a span,
+        whose id its worker gets.
+        """
         if invocation.traceparent:
             span = self._sampling.child(invocation.traceparent)
         else:
@@ -232,7 +234,7 @@ def phases(timeline: Timeline) -> Iterator[Interval]:
 
 
 def transfers(timeline: Timeline) -> Iterator[Interval]:
-    """Yield the fetches and copies of weights of a cold start, as far as they ran beside the phases."""
+    """Yield the transfers of a cold start (fetches, copies, preparations of copies), each cut to the time of the phases."""
     if (activation := timeline.activation) is None:
         return
     kinds = {FETCH: activation.fetches, CONTEXT: activation.contexts, COPY: activation.copies}

@@ -47,7 +47,7 @@ class HandlerSpans:
             self._make = _importing(spec)
 
     def begin(self, contexts: Sequence[Context]) -> None:
-        """Attach the span of the invocation; in a batch, of the first sampled one."""
+        """Make the span of the invocation the current one; in a batch, the span of the first sampled invocation."""
         chosen = next((one for one in contexts if one.traceparent.endswith("1")), contexts[0])
         if self._make is not None and chosen.traceparent.endswith("1"):
             self._start()

@@ -21,7 +21,7 @@ STATUSES: dict[JobState, PredictionState] = {
     JobState.CANCELLED: "canceled",
 }
 FORM = "prediction"
-"""The form of webhooks of predictions. It is also the key in `context.extra` of a request's fields except its input."""
+"""The form of webhooks of predictions, and the key under which `context.extra` has a request's fields except its input."""
 MAX_SHOWN_PIECES = 1000
 """The maximum number of pieces in the output of a job that is still streaming."""
 _NULL = orjson.Fragment(b"null")

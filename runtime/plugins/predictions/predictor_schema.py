@@ -28,7 +28,7 @@ def predictor_document(function: FunctionStatus) -> dict[str, Any]:
 def predictor_components(function: FunctionStatus, taken: Container[str] = ()) -> dict[str, Any]:
     """Return the components of the function's schemas: `Input`, `Output`, and the components that these two refer to.
 
-    Any other component is renamed if its name is in `taken`.
+    Any other component is renamed if its name is in `taken`, or is `Input` or `Output`.
     """
     components: dict[str, Any] = {}
     wanted = _moved(function.input_schema, function.name, taken, components)

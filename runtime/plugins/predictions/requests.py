@@ -48,7 +48,7 @@ class PredictionRequest(BaseModel, frozen=True, extra="ignore", strict=True):
     ) -> dict[str, Any]:
         """Return the fields of NewJob that this request sets with its body, its headers and the id in its path.
 
-        If the caller does not wait for the end (`waits` is False), the function may upload its output files. Raises
+        If the caller does not wait for the end (`waits` is False), the function may upload its output files. Raise
         InputInvalid if the id is malformed, or if path and body have different ids.
         """
         if path_id is not None and self.id not in (None, path_id):
@@ -126,7 +126,7 @@ async def read_prediction(
 ) -> tuple[PredictionRequest, bytes]:
     """Return the request for a prediction, and its body, which may have at most `most` bytes.
 
-    Raises InputInvalid, with `remedy`, if the body is no PredictionRequest. Raises the errors of `requests.read_body`.
+    Raise InputInvalid, with `remedy`, if the body is no PredictionRequest. Raise the errors of `requests.read_body`.
     """
     body = await read_body(request, most, remedy=backend.too_large_remedy(most))
     wanted = await parsed(
@@ -154,7 +154,7 @@ def check_size(live: Live, body: bytes) -> None:
 
 
 async def find_prediction(request: web.Request, backend: Backend) -> Job:
-    """Return the job whose id is in the path, even if its function was deleted. Raises UnknownJob or JobExpired."""
+    """Return the job whose id is in the path, even if its function was deleted. Raise UnknownJob or JobExpired."""
     caller, job_id, owner = caller_of(request), request.match_info["id"], owner_of(request)
     names, find = backend.names(request), backend.jobs.store.find
     if caller.owner and ID.fullmatch(job_id):

@@ -53,7 +53,7 @@ class FileStore:
         """In the first call, find the stored files, and remove incomplete uploads that an earlier gateway has left. `owner` has an
         effect only in `SharedFileStore`.
 
-        Raises StorageFull if the folder cannot be created or read.
+        Raise StorageFull if the folder cannot be created or read.
         """
         with self._lock, reported():
             if self._loaded:
@@ -72,7 +72,7 @@ class FileStore:
         """Return a new upload, and reserve `most` bytes of the owner's share for it. Call `load` before.
 
         The caller must pass the upload to `discard` at the end, also after `finish`. This method does not touch the disk, so it does not
-        block. Raises InputTooLarge if the owner's share has too little space left.
+        block. Raise InputTooLarge if the owner's share has too little space left.
         """
         file_id, most = secrets.token_hex(16), min(most, MAX_FILE_BYTES)
         with self._lock:
@@ -86,7 +86,7 @@ class FileStore:
         return Upload(self._root, file_id, owner, name, most)
 
     def finish(self, upload: Upload, content_type: str, metadata: dict[str, Any]) -> StoredFile:
-        """Store an upload and return its record. Raises StorageFull."""
+        """Store an upload and return its record. Raise StorageFull if a write fails."""
         about = upload.publish(content_type, metadata)
         with self._lock:
             self._pending.pop(about.id, None)
@@ -100,7 +100,9 @@ class FileStore:
             self._pending.pop(upload.file_id, None)
 
     def get(self, file_id: str, owner: str) -> tuple[StoredFile, Path]:
-        """Return a file and the path of its content. `owner` may be ALL for a file of any owner. Raises UnknownFile."""
+        """Return a file and the path of its content. `owner` may be ALL for any owner. Raise UnknownFile if there is
+        none.
+        """
         self.load()
         share, folder = self._stored.get(file_id), self._root / file_id
         if share is not None and owner in (ALL, share.owner) and not share.expired:
@@ -116,7 +118,7 @@ class FileStore:
         return sorted(found, key=lambda file: file.created_s, reverse=True)
 
     def delete(self, file_id: str, owner: str) -> None:
-        """Delete a file. Raises UnknownFile."""
+        """Delete a file. Raise UnknownFile if the owner has no such file."""
         self.get(file_id, owner)
         if not self._remove(file_id):
             raise unknown_file(file_id)

@@ -138,7 +138,7 @@ class FilesApi:
         """Return the input for the function as JSON, and the paths of the input's files by their URLs.
 
         `found` is the parsed input, and `body` is the request's body. A function in a container cannot read the paths
-        of files. For such a function, `most` is a number of bytes, and the files are in the input as data URLs. Raises
+        of files. For such a function, `most` is a number of bytes, and the files are in the input as data URLs. Raise
         InputInvalid if a file is missing, InputTooLarge if the data URLs are larger than `most`, BadInput if the input
         is nested too deeply.
         """
@@ -151,7 +151,9 @@ class FilesApi:
         return await made(request, size, lambda: dump_json(_replaced(found, contents))), files
 
     async def brought(self, job: Job) -> Job:
-        """Return a job with the paths of its files on this machine. Another gateway may have accepted the job. Raise JobStoreFailed."""
+        """Return a job with the paths of its files on this machine. Another gateway may have accepted the job. Raise
+        JobStoreFailed if the files cannot be read or stored.
+        """
         about = (job.extra or {}).get(FORM_OF_JOB, {})
         ids = {url: match[2] for url in about.get("files", ()) if (match := _URL.fullmatch(url))}
         try:
@@ -171,7 +173,9 @@ class FilesApi:
     async def _contents(
         self, urls: Sequence[tuple[str, str]], owner: str, most: int | None
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the paths of files by their URLs, or, in a container, their data URLs, as `given` describes."""
+        """Return (paths, data URLs) of files, each by the URLs of the files. Without `most`, the data URLs are empty.
+        With `most`, the paths are empty: a function in a container cannot read them.
+        """
         files = await asyncio.to_thread(self._files, dict(urls), owner)
         if most is None:
             return {url: str(path) for url, (_, path) in files.items()}, {}

@@ -108,7 +108,7 @@ class ModelsApi:
     def live(self, request: web.Request, reference: str) -> Live:
         """Return the function of a reference such as "name", "owner/name" or "owner/name:version".
 
-        Raises UnknownFunction if there is no such function, or if the caller may not see it.
+        Raise UnknownFunction if there is no such function, or if the caller may not see it.
         """
         name = reference.rpartition("/")[2].partition(":")[0]
         caller_of(request).check(name)

@@ -29,4 +29,4 @@ def problem_reply(error: PilotflameError, request_id: str) -> Response:
 
 
 ERRORS: dict[str, Any] = {"error_format": problem_reply, "error_type": Problem}
-"""The fields of a Route that make it respond to errors in this way."""
+"""The fields of a Route that responds to errors with problem details."""

@@ -1,4 +1,4 @@
-"""Stores uploaded files in the database of several gateways. Each gateway has copies of the files that it has received or used."""
+"""Stores uploaded files in a database that gateways share. Each gateway has copies of the files that it received or used."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from .problem import ERRORS
 SIGNATURE = Parameter("signature", "As in `urls.stream` of the prediction.", required=True)
 PATH = "/v1/streams/{id}"
 _REASONS = {JobState.CANCELLED: "canceled", JobState.FAILED: "error", JobState.TIMED_OUT: "error"}
-# A text is encoded in parts of this size. A list of all its lines would need fifty times the memory of a text that consists
-# of ends of lines.
+# A text is encoded in parts of this size, because a list of all its lines could take fifty times the memory of the
+# text, if its lines are empty.
 _PART_CHARS = 64 << 10
 _LINE_END = re.compile(r"\r\n|\r|\n")
 

@@ -56,7 +56,7 @@ class Upload:
         self._lock = threading.Lock()
 
     def write(self, block: bytes) -> None:
-        """Append a block. Raises InputTooLarge if the file becomes too large, StorageFull if the write fails."""
+        """Append a block. Raise InputTooLarge if the file becomes too large, StorageFull if the write fails."""
         with self._lock, reported():
             target = self._opened()
             self._size += len(block)
@@ -68,7 +68,7 @@ class Upload:
             target.write(block)
 
     def publish(self, content_type: str, metadata: dict[str, Any]) -> StoredFile:
-        """Complete the file, sync it to the disk, and return its record. Raises StorageFull."""
+        """Complete the file, sync it to the disk, and return its record. Raise StorageFull if a write fails."""
         about = StoredFile(
             id=self.file_id, owner=self._owner, name=self._name, content_type=content_type, size=self._size,
             sha256=self._sha256.hexdigest(), md5=self._md5.hexdigest(), metadata=metadata, created_s=time.time(),

@@ -31,8 +31,8 @@ BATCH_S = 10.0
 BATCH_BYTES = 4 << 20
 """A batch is written when its first call has waited for BATCH_S, or when its calls have BATCH_BYTES."""
 WRITE_S, LAST_WRITE_S = 60.0, 4.0
-"""The limit of one write, and the limit after `close`, which also applies to a write that is under way. It is short, because a
-gateway that ends waits only 10 s for its tasks.
+"""The limit of one write, and the limit after `close`, which also applies to a write that is under way. The second limit
+is short, because a gateway that ends waits only 10 s for its tasks.
 """
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 """The delay before a failed write is repeated. It doubles with each failure."""
@@ -44,7 +44,7 @@ class LogStore(NamedTuple):
     deployed_by: str
     """The id of the API key with whose rights the store is opened."""
     open: Callable[[], Source]
-    """Blocks. Raises SourceError."""
+    """Opens the store. It blocks, and raises SourceError if the store cannot be opened."""
     say: Callable[[str], None]
 
 
@@ -52,7 +52,7 @@ class FunctionLog:
     """The log of one function. `note` is called on the event loop, and `run` runs until `close`."""
 
     def __init__(self, function: str, settings: RequestLog, room: SharedRoom, store: LogStore) -> None:
-        """All functions share `room`. Raises PackageMissing if the settings need a package that is not installed."""
+        """All functions share `room`. Raise PackageMissing if the settings need a package that is not installed."""
         require(settings.packages)
         self.settings = settings
         self.store = store
@@ -80,7 +80,7 @@ class FunctionLog:
             self._full.set()
 
     def close(self) -> None:
-        """Let `run` write the calls that the log has, with one attempt, and return."""
+        """Let `run` end, after it has tried once to write the calls that the log has."""
         self._closed.set()
         self._arrived.set()
         self._full.set()
@@ -125,7 +125,7 @@ class FunctionLog:
             self._counts["dropped"] += len(calls)
 
     def _content(self, calls: list[LoggedCall]) -> bytes:
-        """Return the file of calls, and count their numbers. Blocks for milliseconds."""
+        """Return the file with these calls, and add their numbers to the statistics. Blocks for milliseconds."""
         file = FILES[self.settings.format]()
         for call in calls:
             record = record_of(call, self._redactor)

@@ -46,7 +46,7 @@ class ParquetFile:
     """One row for each record. Input and output are texts of JSON."""
 
     def __init__(self) -> None:
-        """Imports pyarrow, which takes time at first. Raises PackageMissing if it is not installed."""
+        """Import pyarrow, which takes time at first. Raise PackageMissing if it is not installed."""
         with needs('request_log.format = "parquet"', "pyarrow"):
             import pyarrow as arrow  # noqa: PLC0415  only functions with Parquet need it
             from pyarrow import parquet  # noqa: PLC0415

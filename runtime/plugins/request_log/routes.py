@@ -48,7 +48,7 @@ class RequestLogApi(ApiPlugin):
                 self._forget(name)
 
     async def readings(self) -> Iterable[Reading]:
-        """Return the metrics of all logs. Metrics of the same name are one metric."""
+        """Return the metrics of all logs. Join the values of metrics that have the same name."""
         found: dict[str, Reading] = {}
         for log in self._logs.values():
             for reading in log.readings():

@@ -76,7 +76,7 @@ class FunctionStatistics:
     """The statistics of all numbers that a function's settings name."""
 
     def __init__(self, pointers: Sequence[str]) -> None:
-        """Raises PackageMissing if fastdigest is not installed."""
+        """Raise PackageMissing if fastdigest is not installed."""
         if pointers:
             with needs("request_log.statistics", "fastdigest"):
                 from fastdigest import TDigest  # noqa: PLC0415  only functions with statistics need it

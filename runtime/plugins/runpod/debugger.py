@@ -1,4 +1,4 @@
-"""Measures the steps of handlers, as the debugger of RunPod's package."""
+"""Measures the steps of handlers, as the debugger of RunPod's package does."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class FunctionTimer:
 
 
 def get_debugger_output(version: str) -> dict[str, Any]:
-    """Return this machine, and the steps that have ended. Forget all steps."""
+    """Return a description of this machine, and the steps that have ended. Forget all steps."""
     found = Checkpoints().get_checkpoints()
     clear_debugger_output()
     system = {

@@ -35,7 +35,7 @@ class Started(BaseException):
 def resolve_runpod(root: Path, entry: Entry, _function: str = "") -> Handler:
     """Return the Handler for the function that the file of `entry` passes to `runpod.serverless.start`.
 
-    Raises HandlerImportError if the import fails, HandlerSignatureError if the file passes no function.
+    Raise HandlerImportError if the import fails, HandlerSignatureError if the file passes no function.
     """
     sdk = RunPodSdk()
     try:
@@ -66,7 +66,7 @@ def resolve_runpod(root: Path, entry: Entry, _function: str = "") -> Handler:
 
 
 def _build_of(call: Callable[..., Any]) -> Hook | None:
-    """Return `build(context)` of the handler's module, which plans weights as in a handler of pilotflame; None if there is none."""
+    """Return `build(context)` of the handler's module, a function that plans weights; None if the module has none."""
     build = getattr(written(call), "__globals__", {}).get("build")
     takes_context = inspect.isfunction(build) and [*inspect.signature(build).parameters] == ["context"]
     return build if takes_context else None

@@ -36,7 +36,7 @@ ROUTES: Mapping[str, type[ChatRequest] | type[CompletionRequest]] = {
 MOST_READ = 1000
 """The most pieces that are read from the store at once."""
 FORM = "openai_job"
-"""The form of webhooks of such jobs. It is also the key in `Job.extra` of what their answers need from the request."""
+"""The form of webhooks of such jobs, and the key under which `Job.extra` has the request's fields that the answer needs."""
 
 
 def is_openai(live: Live, given: Any) -> bool:
@@ -47,7 +47,7 @@ def is_openai(live: Live, given: Any) -> bool:
 def event_of(
     backend: Backend, request: web.Request, live: Live, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the event of a job, and its `extra`. Raise InputInvalid, which names the field of the input."""
+    """Return the event of a job, and its `extra`. Raise InputInvalid with the field's name if the input is invalid."""
     name, route = live.record.function, given.get("openai_route") or CHAT
     if (kind := ROUTES.get(str(route).removeprefix("/openai"))) is None:
         remedy = f"Use one of {', '.join(ROUTES)}. Other routes are at /v2/{name}/openai/v1."
@@ -81,7 +81,7 @@ class OpenAiOutput:
         """`kept` is what `event_of` has put into the job's `extra`."""
         options = StreamOptions(**kept["stream_options"])
         fields = {"model": kept["model"], "n": kept["n"], "stream_options": options}
-        # The request was valid when the job was submitted, and its prompt is not needed any more.
+        # Do not validate the request again: it was valid when the job was submitted, and its prompt was not kept.
         asked, prefix = (
             (ChatRequest.model_construct(**fields), "chatcmpl")
             if kept["chat"]
@@ -94,7 +94,9 @@ class OpenAiOutput:
         self._function, self._running = job.function, int(kept["n"])
 
     def precedes(self, job: Job, after: int) -> bool:
-        """Return True if the output has read no piece after number `after`, and none of an attempt before the present one."""
+        """Return True if the output can continue with the pieces after number `after`: it has read none of them, and no
+        piece of an earlier attempt of the job.
+        """
         return self.read <= after and self.attempts == job.attempts
 
     def numbered(self, pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:

@@ -41,8 +41,8 @@ class Polls:
         return int(rows[0][0]) if rows else 0
 
     def output(self, poller: tuple[str, str]) -> OpenAiOutput | None:
-        """Remove and return the output that earlier polls at this gateway have read; None if there is none. So another poll at
-        the same time gets None.
+        """Remove and return the OpenAiOutput that an earlier poll at this gateway has left; None if there is none. Another poll
+        at the same time gets None.
         """
         return self._outputs.pop(poller, None)
 

@@ -25,7 +25,7 @@ _REGION = re.compile(r"(?:^|\.)(?:s3\.([a-z0-9-]+)\.[a-z0-9-]+\.|([a-z0-9-]+)\.d
 
 
 class NamedFiles(InputFiles):
-    """Files whose name the header Content-Disposition gives, or else their URL."""
+    """Downloads files. Their names are in the header Content-Disposition, or else in the URL."""
 
     name = ""
     """The name of the latest file."""
@@ -49,7 +49,7 @@ def download_files_from_urls(job_id: str, urls: str | list[str]) -> list[str | N
 def file(file_url: str) -> dict[str, str | None]:
     """Download a file to the folder job_files, and return a description of it in RunPod's form. Unpack a zip archive.
 
-    Raises ValueError if the file cannot be downloaded.
+    Raise ValueError if the file cannot be downloaded.
     """
     folder = Path("job_files").resolve()
     folder.mkdir(exist_ok=True)
@@ -87,7 +87,7 @@ def upload_image(
     results_list: list[Any] | None = None,
     bucket_name: str | None = None,
 ) -> str:
-    """Upload an image under the prefix `job_id` with a new name, and return what `upload_file_to_bucket` returns."""
+    """Upload an image below `job_id`, with a new name. Return its presigned URL, or without a bucket the path of a copy."""
     suffix = Path(image_location).suffix
     name, extra = f"{uuid.uuid4().hex[:8]}{suffix}", {"ContentType": f"image/{suffix.lstrip('.')}"}
     with Path(image_location).open("rb") as source:
@@ -129,7 +129,7 @@ def upload_in_memory_object(
 
 
 def files(job_id: str, file_list: list[str]) -> list[str]:
-    """Upload images, and return what `upload_image` returns for each."""
+    """Upload images, and return the presigned URL of each, or the path of its copy."""
     return [upload_image(job_id, one) for one in file_list]
 
 

@@ -29,7 +29,9 @@ def validate(raw_input: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any
 
 
 def _filled(key: str, rules: dict[str, Any], checked: dict[str, Any], *, given: bool) -> list[str]:
-    """Add the default of a missing value to `checked`. Return the errors of the schema, and of a value that must be there."""
+    """Add the default of a missing value to `checked`. Return the schema's errors, and the error of a missing required
+    value.
+    """
     errors = [] if "type" in rules else [f"Schema error, missing type for {key}."]
     if "required" not in rules or (rules["required"] and not given):
         errors.append(f"{key} is a required input.")

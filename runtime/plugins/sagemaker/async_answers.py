@@ -1,7 +1,7 @@
 """Writes the answers of InvokeEndpointAsync to S3 when their jobs end.
 
-`PendingAnswers` say where each answer goes, until it is written. So a gateway that starts again writes the answers of the
-jobs that an earlier one has accepted.
+`PendingAnswers` stores where each answer goes, until the answer is written. So a gateway that starts again writes the
+answers of the jobs that it accepted before.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class AsyncAnswers:
                     group.create_task(self._deliver(pending, begun))
 
     async def _take_over(self) -> None:
-        """Write what earlier gateways have left, and what other gateways leave."""
+        """Write the answers that earlier gateways have left, and those that other gateways leave when they end."""
         while True:
             self._left.clear()
             for pending in await asyncio.to_thread(self._pending.take_over):
@@ -98,7 +98,7 @@ class AsyncAnswers:
                 await asyncio.to_thread(self._pending.remove, pending.job)
 
     async def _written(self, pending: PendingAnswer, job: Job) -> bool:
-        """Write an answer and return True, or return False if all tries fail. Raise UnknownFunction."""
+        """Write an answer and return True; False if all tries fail. Raise UnknownFunction if the function was deleted."""
         pause_s, function = FIRST_PAUSE_S, self._backend.functions.get(pending.function).function
         for left in reversed(range(TRIES)):
             try:
@@ -117,7 +117,7 @@ class AsyncAnswers:
         return False
 
     async def _ended(self, pending: PendingAnswer) -> Job:
-        """Wait for the end of a job, however late it comes. Raise UnknownJob or JobExpired."""
+        """Wait for the end of a job, however late it comes. Raise UnknownJob or JobExpired if the job is removed."""
         while True:
             job = await self._backend.jobs.wait(pending.function, pending.job, WAIT_S)
             if job.state.final:

@@ -59,7 +59,8 @@ def _kind(error: PilotflameError) -> tuple[str, int]:
             return name, status
     if error.status == 503:
         return "ServiceUnavailable", 503
-    # SageMaker knows no 404: an endpoint that does not exist is a ValidationError, as is a path or verb it does not have.
+    # SageMaker knows no 404: an endpoint that does not exist is a ValidationError, and so is a path or a
+    # method that SageMaker does not have.
     return (
         ("InternalFailure", 500) if error.status >= 500 and error.status != 501 else ("ValidationError", 400)
     )
@@ -93,4 +94,4 @@ class PayloadStream(MessageStream):
 
 
 ERRORS: dict[str, Any] = {"error_format": sagemaker_error, "error_type": SageMakerError}
-"""The fields of a Route that make it respond to errors in this way."""
+"""The fields of a Route that responds to errors in SageMaker's form."""

@@ -22,7 +22,7 @@ INPUT, OUTPUT = "SAGEMAKER_ASYNC_INPUT", "SAGEMAKER_ASYNC_OUTPUT"
 """The variables in a function's `env` that name the prefixes of inputs and of answers, as s3://bucket/prefix."""
 SCHEME = "s3://"
 MAX_READS, MAX_WRITES = 8, 4
-"""How many inputs, and how many answers, of one function are read and written at the same time."""
+"""The most inputs of one function that are read at the same time, and the most answers that are written."""
 CALL_S = 30.0
 """How long a caller waits for the store to answer, with all attempts. Before a read, the caller also waits up to this long for
 earlier reads.
@@ -75,7 +75,9 @@ class Objects:
         self._reads, self._writes = WeakValueDictionary[str, _Threads](), WeakValueDictionary[str, _Threads]()
 
     def output_prefix(self, live: Live) -> str:
-        """Return the prefix for answers, without a slash at its end. Raise PolicyViolation, and NotSupported if there is none."""
+        """Return the prefix for answers, without a slash at its end. Raise NotSupported if there is none, PolicyViolation
+        if a policy does not allow it.
+        """
         prefix = self._prefix(live, OUTPUT)
         if not prefix:
             message = f"{live.record.function} has no place for the answers of InvokeEndpointAsync."
@@ -83,7 +85,12 @@ class Objects:
         return prefix
 
     async def read(self, live: Live, url: str, most: int) -> FoundObject:
-        """Return an object below the function's prefix for inputs. Raise BadInput, InputTooLarge, PolicyViolation, SourceError."""
+        """Return an object below the function's prefix for inputs.
+
+        Raise BadInput if `url` is not below the prefix, or if the function has no secrets for S3. Raise InputTooLarge if
+        the object has more than `most` bytes, PolicyViolation if a policy does not allow the prefix, SourceError if the
+        read fails.
+        """
         prefix = self._prefix(live, INPUT)
         if not prefix or not url.startswith(f"{prefix}/"):
             remedy = f"Name an object below {prefix}." if prefix else f"Set env.{INPUT} of the function."
@@ -98,7 +105,11 @@ class Objects:
         return await self._call(live, url, read, threads, CALL_S)
 
     async def write(self, live: Live, url: str, body: bytes, content_type: str) -> None:
-        """Write an object, after earlier writes of the function. Raise PolicyViolation, SourceError."""
+        """Write an object. If MAX_WRITES other writes of the function are running, wait until one ends.
+
+        Raise BadInput if the function has no secrets for S3, PolicyViolation if a policy does not allow the prefix,
+        SourceError if the write fails.
+        """
         # Check the policy again, because it may have become narrower since the job was submitted.
         self._prefix(live, OUTPUT)
 
@@ -109,7 +120,9 @@ class Objects:
         await self._call(live, url, write, threads)
 
     def _prefix(self, live: Live, variable: str) -> str:
-        """Return the prefix in a variable, without a slash at its end; "" if there is none. Raise PolicyViolation."""
+        """Return the prefix in a variable, without a slash at its end; "" if there is none. Raise PolicyViolation if a
+        policy does not allow it.
+        """
         record = live.record
         prefix = record.settings.env.get(variable, "")
         if not prefix.startswith(SCHEME):

@@ -40,8 +40,8 @@ class PendingAnswers(Protocol):
         """Store an answer that this gateway will write."""
 
     def take_over(self) -> list[PendingAnswer]:
-        """Return the answers of this gateway, and those that gateways which have ended have left. From now on, this gateway writes
-        all of them.
+        """Return the answers of this gateway, and those of gateways that have ended. From now on, this gateway writes all of
+        them.
         """
 
     def remove(self, job: str) -> None:
@@ -49,7 +49,7 @@ class PendingAnswers(Protocol):
 
 
 class AnswerFiles:
-    """Files in the state folder of the only gateway."""
+    """Keeps pending answers as files in the state folder, for a gateway without a database."""
 
     def __init__(self, state: Path) -> None:
         self._folder = state / FOLDER
@@ -78,7 +78,9 @@ class AnswerFiles:
 
 
 class SharedAnswers:
-    """Rows in the database of several gateways. A row is deleted with its job. All methods raise JobStoreFailed."""
+    """Keeps pending answers as rows in a database that several gateways share. A row is deleted with its job. All methods
+    raise JobStoreFailed.
+    """
 
     def __init__(self, pool: PostgresPool, incarnation: str) -> None:
         self._pool, self._incarnation = pool, incarnation

@@ -59,7 +59,7 @@ class SageMakerApi(ApiPlugin):
         self._answers = AsyncAnswers(backend, self._objects)
 
     def routes(self) -> Sequence[Route]:
-        # The responses with status 424 and 429 also have errors as bodies. Of the two, boto3 retries only 429, ThrottlingException.
+        # boto3 repeats a call after a 429 (ThrottlingException), but not after a 424 (ModelError).
         shared: dict[str, Any] = {
             "body": Any, "body_required": False, "parameters": PARAMETERS, "errors": (400, 424, 429, 500, 503), "aws_signed": True,
             **ERRORS,
@@ -169,7 +169,7 @@ class SageMakerApi(ApiPlugin):
 
 
 class _Chunks(EventStream):
-    """The streamed answer of a container: the bytes of the output. The connection breaks if the function fails."""
+    """The streamed answer of a container: the bytes of the output. If the function fails, the connection is closed."""
 
     async def finish(self, error: PilotflameError | None) -> web.StreamResponse:
         response = await self._write(b"")

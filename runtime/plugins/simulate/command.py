@@ -1,6 +1,6 @@
 """The command that predicts the workers that a load needs, and the cost of keeping them warm: `pilotflame simulate`.
 
-It runs calls through the queue of the room `batching`, or with --policy through the keep-alive policy of `scaling`.
+It runs calls through the gateway's own queue, or with --policy through its keep-alive policy.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ MAX_CALLS = 5_000_000
 MAX_LOGGED_CALLS = 1_000_000
 MAX_WORKERS = 1000
 POSITIVE, PRICE = click.FloatRange(min=0, min_open=True), click.FloatRange(min=0)
-# The rungs without --rung and without measurements of a gateway. They were measured with MiniLM on CPUs. Each has a name, the
-# GB of memory or of disk that it uses, and the seconds to wake.
+# The rungs that are used without --rung and without measurements of a gateway. They were measured with MiniLM on CPUs.
+# Each has a name, the GB of memory or of disk that it uses, and the seconds to wake.
 USUAL_RUNGS = ("ready:0.45:0", "zygote:0.1:0.03", "local:0.1disk:5.8")
 SERVICE_S = 0.2
 POLICIES = ("policy", "fixed:5", "fixed:60", "fixed:600", "always-on")
@@ -93,7 +93,7 @@ class SimulateOptions:
     as_json: bool
 
     def trace(self, file: Path) -> dict[str, list[float]]:
-        """Return the ascending times of each function's calls in a file. Raise CodeError."""
+        """Return the ascending times of each function's calls in a file. Raise CodeError if the file cannot be used."""
         return read_trace(file, time_column=self.time_column, function_column=self.function_column)
 
     def ask(self, name: str, *path: str, **query: Any) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class SimulateOptions:
         return self.ask(name, "arrivals", lines=MAX_LOGGED_CALLS, **query)
 
     def prices(self, gateway: Mapping[str, float]) -> GatewaySettings:
-        """Return settings with the prices. Options win over the prices of the `gateway`, and these over variables."""
+        """Return settings with the prices. A price comes from an option, else from the `gateway`, else from a variable."""
 
         def price(option: float | None, name: str) -> float | None:
             return gateway.get(name) if option is None else option
@@ -225,7 +225,9 @@ def _calls(given: SimulateOptions) -> list[SimulatedCall]:
 
 
 def _simulated_function(given: SimulateOptions) -> SimulatedFunction:
-    """Return a function with --curve, or else a gateway's function with its learned curve. Raise CodeError."""
+    """Return a function with --curve, or else a gateway's function with its learned curve. Raise CodeError if there is no
+    curve.
+    """
     if given.function is None:
         found = SimulatedFunction(DurationModel(read_curve(given.curve or ""), given.noise))
     else:
@@ -394,7 +396,7 @@ def _replayed_function(
 
 
 def _read_rung(text: str, prices: GatewaySettings) -> tuple[str, Rung]:
-    """Return the name and the rung of a text such as "zygote:0.1:0.03". Raise CodeError."""
+    """Return the name and the rung of a text such as "zygote:0.1:0.03". Raise CodeError if the text is malformed."""
     try:
         name, hold, wake = text.split(":")
         return name, Rung(sum(_price(term, prices) for term in hold.split("+")), float(wake))
@@ -404,7 +406,7 @@ def _read_rung(text: str, prices: GatewaySettings) -> tuple[str, Rung]:
 
 
 def _price(term: str, prices: GatewaySettings) -> float:
-    """Return the cost of holding a term of HOLD, such as "16disk", for a second. Raise ValueError."""
+    """Return the cost of holding a term of HOLD, such as "16disk", for a second. Raise ValueError if it is malformed."""
     memory = prices.price_memory_gb_hour
     for unit, per_hour in (("disk", memory * DISK_SHARE), ("gpu", prices.price_device_hour), ("", memory)):
         if term.endswith(unit):
@@ -422,7 +424,9 @@ def _ladder(rungs: Sequence[Rung], waiting_s: float) -> Ladder:
 
 
 def replay(functions: Sequence[ReplayedFunction], policy: str) -> dict[str, Any]:
-    """Return the total figures of all functions under a policy, for example "fixed:60:zygote". Raise CodeError."""
+    """Return the total figures of all functions under a policy, for example "fixed:60:zygote". Raise CodeError if there
+    is no such policy or rung.
+    """
     title, choose = _policy(policy)
     # In a gateway, an idle period begins only QUIET_S after the last call. So the policy keeps a worker QUIET_S longer.
     quiet_s = QUIET_S if policy == "policy" else 0.0
@@ -446,7 +450,9 @@ def replay(functions: Sequence[ReplayedFunction], policy: str) -> dict[str, Any]
 
 
 def _policy(policy: str) -> tuple[str, Callable[[ReplayedFunction], KeepAlivePolicy]]:
-    """Return the title of a policy, and a callable that makes the policy for a function. Raise CodeError."""
+    """Return a policy's title, and a callable that makes the policy for a function. Raise CodeError for an unknown
+    policy.
+    """
     kind, _, rest = policy.partition(":")
     if policy == "policy":
         shared = SharedPrior()
@@ -473,7 +479,7 @@ def _seconds(policy: str, text: str) -> float:
 
 
 def _floor(one: ReplayedFunction, rung: str) -> int:
-    """Return the index of a rung, or of the lowest rung if `rung` is empty. Raise CodeError."""
+    """Return the index of a rung, or of the lowest rung if `rung` is empty. Raise CodeError if there is no such rung."""
     if not rung:
         return len(one.rungs) - 1
     if rung not in one.rungs:

@@ -66,14 +66,14 @@ class AwsClient:
         self._client: Any = None
 
     async def call(self, request: Callable[[Any], T], on_abandoned: Callable[[T], object] | None = None) -> T:
-        """Run `request(client)` in a thread and return its result. `call_in_thread` explains `on_abandoned`.
+        """Run `request(client)` in a thread and return its result. Raise BusFailed if the request fails.
 
-        Raises BusFailed.
+        If the caller is cancelled, the request goes on, and a thread calls `on_abandoned` with its result.
         """
         return await call_in_thread(lambda: self.call_blocking(request), on_abandoned)
 
     def call_blocking(self, request: Callable[[Any], T]) -> T:
-        """Run `request(client)` in this thread and return its result. Blocks. Raises BusFailed."""
+        """Run `request(client)` in this thread and return its result. Blocks. Raise BusFailed if the request fails."""
         service = self._service.upper()
         # A gateway may restore a function without boto3. Once boto3 is installed, the next call finds it.
         try:
@@ -131,7 +131,7 @@ class AwsClient:
         return client
 
     def _own_secrets(self) -> dict[str, str] | None:
-        """Return the function's secrets to use, or None to use the gateway's identity. Raises BusFailed if the function
+        """Return the function's secrets to use, or None to use the gateway's identity. Raise BusFailed if the function
         must have secrets and has none.
         """
         own = AWS.own(self._identity.secrets())
@@ -156,7 +156,7 @@ class AwsClient:
 
 
 def is_refusal(error: BusFailed) -> bool:
-    """Return True if the credentials are missing or not valid, or the policy does not allow the address."""
+    """Return True if the error means that the credentials are missing or invalid, or that a policy forbids the address."""
     code = str(error.details.get("code"))
     return code in ("address", "no_credentials") or any(part in code for part in _NO_KEYS)
 

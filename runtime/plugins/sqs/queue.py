@@ -122,8 +122,8 @@ def _message(raw: dict[str, Any], of_queue: Mapping[str, str], *, fifo: bool) ->
 
 
 def _record(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as a record of the event of a Lambda function. The record has the body only if the job's input does not keep
-    the exact text of the body.
+    """Return a message as the record that a Lambda function gets in its event. The record has the body only if the job's
+    input does not keep the exact text of the body.
     """
     text = raw["Body"]
     return {

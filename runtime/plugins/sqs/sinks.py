@@ -23,7 +23,9 @@ class Destination(AwsClient):
     """A queue or a bucket for outputs."""
 
     async def send(self, request: Callable[[Any], object], job: Job) -> None:
-        """Call `request`, which sends the output of a job. Raise BusFailed; OutputRefused if each further try would fail, too."""
+        """Call `request`, which sends the output of a job. Raise OutputRefused if each further try would fail, too, and
+        BusFailed for any other failure.
+        """
         try:
             await self.call(request)
         except BusFailed as error:
@@ -33,7 +35,7 @@ class Destination(AwsClient):
             raise OutputRefused(size, remedy=error.remedy, details=error.details) from error
 
     async def check(self) -> None:
-        """Do nothing: no request tells whether the destination exists without a right that outputs do not need."""
+        """Do nothing: each request that would find the destination needs a right that writing outputs does not need."""
 
 
 class QueueSink(Destination):

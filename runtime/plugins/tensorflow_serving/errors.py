@@ -11,7 +11,7 @@ from ....errors import MethodNotAllowed, PilotflameError, UnknownFunction, Unkno
 from ...front.http.responses import Response, error_reply
 
 _STATUSES = {405: 400, 408: 504, 413: 400, 415: 400, 422: 400, 502: 503, 507: 503}
-"""The statuses that TensorFlow Serving does not have, and what it has for these cases."""
+"""The statuses that TensorFlow Serving does not have, each with the status that it sends instead."""
 
 
 class ServingError(TypedDict):
@@ -44,4 +44,4 @@ def _reply(error: PilotflameError, request_id: str, text: str, *, status: int = 
 
 SERVING_ERRORS: dict[str, Any] = {"error_format": serving_error_reply, "error_type": ServingError}
 KSERVE_ERRORS: dict[str, Any] = {"error_format": kserve_error_reply, "error_type": ServingError}
-"""The fields of a Route that make it respond to errors in one of these ways."""
+"""The fields of a Route that responds to errors in KServe's form."""

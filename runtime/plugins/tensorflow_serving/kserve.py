@@ -69,7 +69,7 @@ class KserveApi(ApiPlugin):
 
 
 def _events(body: Any) -> tuple[str, list[Any]]:
-    """Return the key of the instances, and the instances. Raise BadInput, which names the key at fault."""
+    """Return the key of the instances, and the instances. Raise BadInput if a key is unknown, missing or not a list."""
     if not isinstance(body, dict):
         raise BadInput("The body is not a JSON object.", remedy=REMEDY)
     if unknown := sorted(body.keys() - set(KEYS)):

@@ -123,7 +123,7 @@ def instances_of(body: Any) -> list[Any]:
 
 
 def check_signature(body: Any) -> None:
-    """Raise BadInput unless the body is an object that names no signature, or the only one that a function has."""
+    """Raise BadInput unless the body is an object that names no signature, or names SIGNATURE."""
     if not isinstance(body, dict):
         raise BadInput("The body is not a JSON object.", remedy=PREDICT_REMEDY)
     named = body.get("signature_name", "")

@@ -57,7 +57,7 @@ class GeneratedText:
             for number, token in enumerate(_tokens_of(delta), before + 1)
         ]
         if delta.finish_reason is not None:
-            # Clear the text of the model's own end, because InferenceClient yields the text of each token.
+            # Clear the text of the model's end token, because InferenceClient yields the text of each token.
             if events[-1]["token"]["special"]:
                 events[-1]["token"] = {**events[-1]["token"], "text": ""}
             events[-1]["generated_text"] = self._full_text
@@ -66,7 +66,7 @@ class GeneratedText:
         return b"".join(map(_event, events))
 
     def end(self) -> bytes:
-        """Return the error of an answer without an end, or b"": TGI's streams end with their last token."""
+        """Return an error event if the answer has no end, else b"", because TGI's streams end with their last token."""
         try:
             self._check_end()
         except OutputInvalid as error:
@@ -111,8 +111,8 @@ class _Token:
 def _tokens_of(delta: Delta) -> list[_Token]:
     """Return the tokens of a delta. For a text or an end without tokens, return one token with NO_ID.
 
-    The texts of all tokens make up the answer. If those of the logprobs do not, the last token has the whole text. The model's own end is
-    a special token.
+    Take the texts of the tokens from the logprobs if these texts together are the text of the delta. Otherwise the last
+    token gets the whole text. The model's end token is special.
     """
     if not (delta.tokens or delta.text or delta.finish_reason):
         return []

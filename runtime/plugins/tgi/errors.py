@@ -24,7 +24,7 @@ def error_body(error: PilotflameError) -> TgiError:
 
 
 def tgi_error_reply(error: PilotflameError, request_id: str) -> Response:
-    """Return the response for an error. Its headers tell when to retry, as in a response with the error's own status."""
+    """Return the response for an error, with TGI's status. The gateway's headers tell when to retry."""
     status, body = _kind(error)[1], orjson.dumps(error_body(error))
     return error_reply(error, request_id)._replace(status=status, body=body)
 
@@ -42,4 +42,4 @@ def _kind(error: PilotflameError) -> tuple[str, int]:
 
 
 ERRORS: dict[str, Any] = {"error_format": tgi_error_reply, "error_type": TgiError}
-"""The fields of a Route that make it respond to errors in this way."""
+"""The fields of a Route that responds to errors in TGI's form."""

@@ -1,6 +1,6 @@
-"""The requests of TGI's API, and the event that each becomes.
+"""Defines the requests of TGI's API, and turns each of them into the event for a function.
 
-A parameter that would change the answer and is not supported is refused by name.
+An unsupported parameter that would change the answer is refused, and the error names it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REMEDY = "docs/language-models.md lists the parameters."
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "typical_p": (1.0,), "watermark": (False,), "decoder_input_details": (False,),
 }  # fmt: skip
-"""The parameters that would change the answer and are not supported, with the values that ask for nothing."""
+"""The unsupported parameters that would change the answer, each with the values that ask for nothing and are accepted."""
 _MAX_SEED = (1 << 64) - 1
 
 

@@ -102,7 +102,7 @@ class TgiApi(ApiPlugin):
         return await respond(self.backend, request, live, events, answer, stream=stream)
 
     async def _asked(self, request: web.Request) -> GenerateRequest:
-        """Return the body of a request. Raise BadInput, which names the field."""
+        """Return the body of a request. Raise BadInput with the field's name if a field is invalid."""
         body = await read_body(request, self.backend.max_body_bytes)
         return await parsed(
             request, body, lambda body: validate(GenerateRequest, supported(load_json(body)), REMEDY)

@@ -1,4 +1,4 @@
-"""Responds to errors as TorchServe does: with a code, which is the status, the name of a class of errors, and a message."""
+"""Responds to errors as TorchServe does: `code` is the status, and `type` names a class of errors."""
 
 from __future__ import annotations
 
@@ -58,4 +58,4 @@ def _kind(error: PilotflameError) -> tuple[str, int]:
 
 
 ERRORS: dict[str, Any] = {"error_format": torchserve_error, "error_type": TorchServeError}
-"""The fields of a Route that make it respond to errors in this way."""
+"""The fields of a Route that responds to errors in TorchServe's form."""

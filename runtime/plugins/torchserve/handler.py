@@ -38,7 +38,7 @@ handler = "lambda:{0}" in pilotflame.toml. For pilotflame, name the function han
 def resolve_torchserve(root: Path, entry: Entry, function: str = "") -> Handler:
     """Return the Handler of the class or the function that `entry` names.
 
-    Raises HandlerImportError if the import fails, HandlerSignatureError if the file has no such handler.
+    Raise HandlerImportError if the import fails, HandlerSignatureError if the file has no such handler.
     """
     module = import_file(root, root / entry.file, prepare=_provide_ts)
     service = Service(module, entry, root, function)
@@ -112,7 +112,7 @@ class Service:
         return instance.handle, shared
 
     def run(self, events: Sequence[Any], context: Context) -> list[Any]:
-        """Return one answer for each event: an error, if the handler has set an error status for the request."""
+        """Return one answer for each event: a HandlerFailed if the handler has set an error status for the request."""
         handle, shared = context.state
         items = context.items or [context]
         told = [item.extra.get(ABOUT, NOTHING) for item in items]
@@ -138,7 +138,7 @@ class Service:
 
 
 def fields_of(event: Any, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request as TorchServe passes it to handlers: the fields of the query with the fields of the form.
+    """Return a request as TorchServe passes it to handlers: the fields of the query and of the form.
 
     If the body is not a form, it is the field `body`.
 
@@ -205,7 +205,9 @@ def _failed(code: Any, message: str) -> HandlerFailed:
 
 
 def _model_of(root: Path) -> dict[str, Any]:
-    """Return the model of the manifest. Without one, name the files that a folder with one model has."""
+    """Return the manifest's field `model`. Without a manifest, name the only file of weights, and model.py, if they
+    exist.
+    """
     if found := manifest_in(root):
         return found
     weights = sorted([*root.glob("*.pt"), *root.glob("*.pth")])

@@ -28,7 +28,7 @@ MIN_WORKER = Number(
 )
 SYNCHRONOUS = Flag("synchronous", "Wait until the workers are ready.")
 WAIT_S = 120.0
-"""How long a synchronous request waits, as TorchServe's startup_timeout."""
+"""How long a synchronous request waits. It is the default of TorchServe's startup_timeout."""
 SCALING = frozenset({"min_worker", "max_worker", "synchronous", "timeout"})
 
 

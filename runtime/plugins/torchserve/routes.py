@@ -26,7 +26,7 @@ from .management import ManagementApi
 PREDICT = "/predictions/{function}"
 VERSION = Parameter("version", "The number of the live revision.", place="path")
 SECRET_HEADERS = KEY_HEADERS | {"cookie", "proxy-authorization", "x-api-key"}
-"""The headers of a request that its handler does not get."""
+"""The headers of a request that its handler does not get, because they may hold credentials."""
 TEXT_TYPE = "text/plain; charset=utf-8"
 
 

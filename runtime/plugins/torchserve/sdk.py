@@ -70,7 +70,7 @@ class TorchServeContext:
         self.metrics = RequestMetrics(lambda _: None)
         self._headers: Sequence[Mapping[str, str]] = ()
         self.statuses: dict[int, tuple[int, str]] = {}
-        """By index: the statuses that the handler has set."""
+        """By the index of a request: the status and the phrase that the handler has set."""
         self.content_types: dict[int, str] = {}
 
     def begin(

@@ -107,10 +107,10 @@ class VertexApi(ApiPlugin):
         ]  # fmt: skip
 
     def bare_routes(self) -> Sequence[Route]:
-        """Return the routes that Vertex AI names in a container's environment. Raise GatewayError if a name is no path."""
+        """Return the routes that Vertex AI names in a container's environment. Raise GatewayError if one is no path."""
         health, predict = (_route_in(name) for name in (HEALTH_ROUTE, PREDICT_ROUTE))
         found = []
-        # Other platforms may have the paths in these variables, too. `accepts` lets these rows precede rows without it.
+        # Routes of other platforms may have the same paths. `accepts` lets these rows precede rows without it.
         if health:
             found.append(Route("GET", health, self.health, None, "Show the health of the only function.", errors=(404, 422, 503), accepts=_any))  # fmt: skip
         if predict:
@@ -168,7 +168,9 @@ class VertexApi(ApiPlugin):
 
 
 def _asked(body: Any) -> tuple[list[Any], Mapping[str, Any]]:
-    """Return the instances, and what the handler finds in `context.extra`. Raise BadInput, which names the field."""
+    """Return the instances, and what the handler finds in `context.extra`. Raise BadInput if the body has other fields or no
+    instances.
+    """
     if not isinstance(body, dict):
         raise BadInput("The body is not a JSON object.", remedy=REMEDY)
     if unknown := sorted(body.keys() - KEYS):
