@@ -118,7 +118,7 @@ class Deploys:
 
         def tell(name: str, told: BaseModel) -> None:
             # Threads of the deploy report some events, and the event loop reports the others. Pass all events through
-            # `call_soon_threadsafe`, so that they keep their order.
+            # `call_soon_threadsafe`, which keeps the order of the events.
             loop.call_soon_threadsafe(events.put_nowait, event(name, told.model_dump_json().encode()))
 
         progress = DeployProgress(lambda change: tell(_NAMES[type(change)], change))
