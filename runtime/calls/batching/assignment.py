@@ -1,4 +1,4 @@
-"""Decides which batch goes to which worker now, and when a worker is late, so that calls behind its call go elsewhere.
+"""Decides which batch goes to which worker now, and when a worker is late. Calls that wait at a late worker go elsewhere.
 
 It does no I/O: the caller sends batches, asks batches back and sets timers.
 """
@@ -18,13 +18,13 @@ from .queue import Item, Queue, Selection
 AHEAD_S = 0.003
 # Tolerance: without it, a timer that fires slightly early, because of rounding, would be set again and again.
 NOW_S = 1e-4
-# A worker without a free slot is late if all its running calls exceed their usual time by this much. The end of
-# such calls is unknown. On a busy machine, a process may have to wait for this time for its share of a processor.
+# A worker without a free slot is late if all its running calls exceed their usual time by this much. On a busy machine,
+# a usual call may take this much longer, because its process has to wait for a processor.
 LATE_S = 0.01
 # A worker without a free slot may prefetch another invocation only for this long after its newest running invocation started.
-# Later, that invocation no longer counts as short. Longer than PREFETCH_S, because a loaded gateway reads results late.
+# Later, that invocation is not short. The time is longer than PREFETCH_S, because a loaded gateway reads results late.
 SHORT_S = 0.005
-# The time in which the process of an idle worker wakes up and receives an invocation, with the processor time for it.
+# The process of an idle worker needs this time, including processor time, to wake up and to receive an invocation.
 WAKE_S = 0.0002
 
 
@@ -90,7 +90,7 @@ def is_soonest(worker: Candidate, usual_s: float, now_s: float) -> bool:
 
 def late_after_s(worker: Candidate, curve: LatencyCurve) -> float:
     """Return the time after which a worker without a free slot is late, counted from the start of its newest running call."""
-    # Do not use the curve if the worker prefetches: the curve is of all workers, and may not show yet that its calls are short.
+    # Do not use the curve if the worker prefetches: the curve is of all workers, and may not show yet that this worker's calls are short.
     usual_s = PREFETCH_S if worker.prefetches else curve.typical(worker.outstanding.largest)
     return usual_s + LATE_S
 

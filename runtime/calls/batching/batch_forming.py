@@ -11,8 +11,8 @@ from bisect import bisect_right
 
 from .latency_curve import LatencyCurve
 
-# A wait is considered only if at least twice this number of items is expected in it. A longer wait is considered only
-# if at least this number of additional items is expected, in comparison with the last wait considered.
+# The shortest wait that counts brings at least 2 * MIN_MORE expected items. A longer wait counts only if it brings at least
+# MIN_MORE more items than the next shorter wait that counts.
 MIN_MORE = 0.25
 # The grid: let s be the seconds that one batch of two saves over two batches of one (see `saving`). Arrivals
 # are counted at STEPS points of time after the end of a batch: STEP * s, 2 * STEP * s, ... to 0.75 * s.
@@ -34,7 +34,7 @@ class ArrivalPattern:
         """When the last batch ended; None if no batch has ended yet."""
 
     def observe_end(self, now_s: float, size: int, saved_s: float) -> None:
-        """Learn that a batch of `size` items ended. `saved_s` is the present s of the grid."""
+        """Learn that a batch of `size` items ended. `saved_s` is the present `saving`."""
         if self.ended_s is not None and saved_s > 0:
             self._learn(saved_s)
         self.ended_s, self._size = now_s, size
@@ -101,7 +101,7 @@ def saving(curve: LatencyCurve) -> float:
 
 
 def _interpolate(expected: list[float], position: float) -> float:
-    """Return the mean at `position`, in steps of the grid: `expected[0]` is at 1, and the mean at 0 is 0."""
+    """Return the mean at `position`, a number of steps of the grid. `expected[0]` is the mean at 1; the mean at 0 is 0."""
     below = int(position)
     left = expected[below - 1] if below else 0.0
     right = expected[min(below, len(expected) - 1)]

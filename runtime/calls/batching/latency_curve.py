@@ -16,7 +16,7 @@ from typing import NamedTuple
 # The percentiles of a bucket are computed from its latest durations, at most this many. So the curve adapts
 # if a machine becomes slower.
 KEPT = 64
-# The curve is computed again after this many observations, and after each observation in a bucket that has fewer observations.
+# The curve is computed again after this many observations, and after each observation in a bucket that has fewer than these.
 RECOMPUTED_EVERY = 16
 # A loaded point counts as this many durations. Each new duration of its bucket replaces one of them.
 LOADED_WEIGHT = 32
@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 
 class LatencyCurve:
-    """One point for each bucket of sizes, which spans a factor of sqrt(2). Between points, the curve is linear."""
+    """One point for each bucket of sizes. A bucket spans a factor of sqrt(2). Between points, the curve is linear."""
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
         self.mean_cost = 1.0

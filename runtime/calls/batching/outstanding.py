@@ -52,7 +52,7 @@ class _SentBatch:
 
 
 class Outstanding(Generic[T]):
-    """The items that one worker has. The worker runs `slots` items, or batches if `batching`, at a time."""
+    """The items that were sent to one worker and have not ended. The worker runs `slots` items, or batches if `batching`, at a time."""
 
     def __init__(self, slots: int = 1, *, batching: bool = False) -> None:
         self.calls: dict[int, T] = {}
@@ -67,9 +67,9 @@ class Outstanding(Generic[T]):
         self._batch_of: dict[int, _SentBatch] = {}
         self._last_channel = 0
         self.newest_start_s = 0.0
-        """When the newest running item or batch started, if all slots are busy."""
-        # Items without a batch that wait at the worker for a slot, oldest first, and the start times of the items
-        # that have waited. All other items started when they were sent.
+        """When the worker last started an item or a batch."""
+        # `_waiting` has the items without a batch that wait at the worker for a slot, oldest first. `_started_late` has
+        # the start times of the items that waited and run now. Every other item started when it was sent.
         self._waiting: dict[int, None] = {}
         self._started_late: dict[int, float] = {}
 

@@ -63,7 +63,7 @@ class Selection(Generic[T]):
 
 
 class Forecast:
-    """When the batches of a queue end, as earlier batches, their responses and later arrivals have shown."""
+    """Predicts when the batches of a queue end. It learns from the batches that ended, their responses and the arrivals."""
 
     def __init__(self, curve: LatencyCurve, max_batch: int) -> None:
         self.curve, self.max_batch = curve, max_batch
@@ -86,7 +86,7 @@ class Forecast:
 
     def wait_until(self, now_s: float, queued: int, earliest_deadline_s: float) -> float:
         """Return the time until which the next batch waits for more items; `now_s` means not to wait."""
-        # The slack of the most urgent item, if its batch grows to twice the present size during the wait.
+        # Compute the slack of the most urgent item. Assume that its batch grows to twice the present size during the wait.
         run_s = self.curve.bound(min(self.max_batch, 2 * queued)) + self.response_s
         slack_s = earliest_deadline_s - now_s - run_s
         return wait_until(now_s, queued, self.max_batch, slack_s, self.curve, self.arrivals)
@@ -110,7 +110,7 @@ class Queue(Generic[T]):
         curve: LatencyCurve | None = None, room: SharedRoom | None = None,
     ) -> None:  # fmt: skip
         """`max_queue` limits the number of waiting items, and `max_bytes` the total size of their bodies. `room` limits the
-        bodies that wait in all queues which share it.
+        total size of the bodies in all queues that share the `room`.
         """
         self._room = room or SharedRoom(MAX_WAITING_BYTES)
         self.forecast = Forecast(curve or LatencyCurve(), max_batch)
@@ -147,7 +147,7 @@ class Queue(Generic[T]):
         if len(self._waiting) >= self._max_queue and self._used_its_share(item.tenant, self._max_queue):
             waiting = f"{self._in_words()}; its limit is {self._max_queue} (max_queue)"
             raise self._full(waiting, "max_queue or scale.max", now_s, slots)
-        # As with the number of items, one more item is accepted below the limit, however large its body is.
+        # While the bodies are below the limit, accept one more item, however large its body is.
         if self._bytes >= self._max_bytes and self._used_its_share(item.tenant, len(self._waiting)):
             waiting = f"{self._bytes >> 20} MiB of bodies waiting; its limit is {self._max_bytes >> 20} MiB"
             raise self._full(waiting, "scale.max", now_s, slots)
@@ -277,6 +277,6 @@ class Queue(Generic[T]):
         return start_s + run_s > item.deadline_s
 
     def charge(self, item: T, cost: float) -> None:
-        """Correct the charge of the item's tenant from the mean cost to `cost`, the real cost of the item; 0 if it did not run."""
+        """Charge the item's tenant with the item's real cost, in place of the mean cost. `cost` is 0 if the item did not run."""
         priority = FIRST if item.first else item.priority
         self._waiting.charge(item.tenant, priority, cost - self.curve.mean_cost)

@@ -15,7 +15,7 @@ from itertools import count
 import xxhash
 
 # Tolerances, because clocks differ and Retry-After is rounded. EARLY: a retry may come earlier by this share
-# of the wait, and its timeout may be longer by this share. LATE_S: a retry may come this many seconds later.
+# of the wait, and its timeout may be longer than the first timeout by this share. LATE_S: a retry may come this many seconds later.
 EARLY = 0.1
 LATE_S = 5.0
 MAX_RESERVATIONS = 10_000

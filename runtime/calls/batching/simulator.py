@@ -85,8 +85,8 @@ class DurationModel:
     """A model of the durations of batches: the mean for the size of a batch, times a random factor."""
 
     points: tuple[tuple[float, float], ...]
-    """Points (size, seconds) of the mean. It is constant before the first point, linear between two points, and after
-    the last point it continues the last line."""
+    """Points (size, seconds) of the mean. The mean is constant before the first point and linear between two points. After
+    the last point, it continues the line between the last two points."""
     noise: float = 0.05
     """The standard deviation of the factor, which has the mean 1."""
 
@@ -152,7 +152,7 @@ class Run:
 
 
 class Simulator:
-    """One run of calls at given times, and of the further calls that their callers make after an outcome."""
+    """Simulates calls at given times, and the further calls that their callers make after an outcome."""
 
     def __init__(
         self, function: SimulatedFunction, *, curve: LatencyCurve | None = None,

@@ -18,10 +18,10 @@ from setproctitle import setproctitle
 
 from ....removal import remove_tree
 
-# A zygote removes a folder of this many entries itself, which takes less than a millisecond. For a larger folder, it
+# A zygote removes a folder of at most this many entries itself, which takes less than a millisecond. For a larger folder, it
 # forks a process.
 REMOVED_AT_ONCE = 64
-# A base looks at this many folders before a fork, to find the folders of ended processes.
+# A base looks at no more folders than this before a fork, to find the folders of ended processes.
 LOOKED_AT = 1000
 
 
@@ -42,7 +42,7 @@ class ChildFolders:
             _remove(folder)
 
     def _remove_unchanged(self, folder: str) -> bool:
-        """Remove a folder in which the child has left no file, and return True. This takes a third of the time of `_remove`.
+        """If the child has left no file in a folder, remove the folder and return True. This takes a third of the time of `_remove`.
 
         A link that the child has made is no risk, because this process has the same rights as the child.
         """
@@ -56,7 +56,7 @@ class ChildFolders:
         return False
 
     def remove_ended(self, root: str) -> None:
-        """Remove the folders below `root` of processes that ended after their parent."""
+        """Remove the folders below `root` of processes that ended after their parent, and the hidden folders that `_remove` left."""
         with suppress(OSError), os.scandir(root) as found:
             for entry in islice(found, LOOKED_AT):
                 ended = entry.name.isdecimal() and not Path("/proc", entry.name).exists()

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# A process that has a context on a device keeps one of these files open: NVIDIA's, AMD's.
+# A process with a context on a GPU of NVIDIA keeps the first file open, and with a context on a GPU of AMD the second.
 DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
-# Devices without a state that processes could share, and copies of weights, which are sealed (see `shared_copies.NAME`). The
-# other files of NVIDIA's driver, which NVML opens, are harmless, too.
+# Forks can share these files. The devices have no state that one process could change for another. Copies of weights are sealed
+# (see `shared_copies.NAME`). NVML opens files whose names begin with /dev/nvidia, except the files in DEVICE_FILES.
 STATELESS = (
     "/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/nvidia", "/memfd:pilotflame-weights",
 )  # fmt: skip
@@ -37,7 +37,7 @@ class Descriptors:
     read: list[int] = field(default_factory=list)
     """Files and folders that are only read. A child opens them again."""
     devices: list[str] = field(default_factory=list)
-    """The files of DEVICE_FILES that are open: the process has used a device."""
+    """The files of DEVICE_FILES that are open. If there is one, the process has used a device."""
 
 
 def sort(numbers: Collection[int], kept: Path | None = None) -> Descriptors:
@@ -104,7 +104,10 @@ def _open_again(number: int) -> int:
 
 
 def shared_memory() -> Iterator[str]:
-    """Yield the writable memory that forks share and that another process could not map by a path."""
+    """Yield the path of each writable mapping that forks share, unless another process could map the file by this path.
+
+    The path of anonymous memory is empty.
+    """
     with Path("/proc/self/maps").open() as lines:
         for line in lines:
             _, rights, _, _, _, *path = line.rstrip("\n").split(maxsplit=5)

@@ -50,7 +50,7 @@ class _States:
         self._seeds[_hashable(state)] = seed
 
     def seed_of(self, state: object) -> object:
-        """Return the seed of a state that a generator gets. Return CHOSEN if the state was not read from a generator here."""
+        """Return the seed of the generator from which a state was read. Return CHOSEN if `note` does not know the state."""
         return self._seeds.get(_hashable(state), CHOSEN)
 
 
@@ -70,7 +70,7 @@ class Generators:
     def __init__(self) -> None:
         self._seeds = WeakKeyDictionary[random.Random, object]()
         self._states = _States()
-        # The seed of numpy's global generator, and the entropy that numpy's other generators took.
+        # `_numpy` is the seed of numpy's global generator. `_drawn` has the entropy that numpy drew as seeds for other generators.
         self._numpy: object = None
         self._drawn = set[int]()
         # The seed that torch's global generator has after the import of torch. The author has not chosen it.
@@ -164,9 +164,10 @@ class Generators:
         self._known = [one for one in self._search() if type(one).__name__ != "SeedSequence"]
 
     def find(self, held: Iterable[Any] = ()) -> tuple[list[Callable[[], object]], list[Any]]:
-        """Return functions that reseed the generators without a seed from the author, and the generators with a
-        seed that may vary.
+        """Return the functions that each fork must call, and the generators with a seed that may vary.
 
+        The functions reseed the generators without a seed from the author. If the author has chosen the seed of the module
+        random, one function undoes the reseeding by Python itself.
         `held` are the objects that the handler's variables refer to. Search them for torch's generators, which the garbage
         collector does not list.
         """
@@ -212,8 +213,8 @@ class Generators:
             if isinstance(one, numpy.RandomState) and id(one._bit_generator) in renewed  # noqa: SLF001
         ]  # fmt: skip
         sequences = {id(getattr(bits, "_seed_seq", None)) for bits in owned}
-        # Count other sequences as varying unless the author chose the seed: they give seeds to later generators, and cannot
-        # be renewed.
+        # Count a sequence that belongs to no generator as varying unless the author chose its seed: later generators get
+        # seeds from the sequence, and it cannot be renewed.
         varying += [
             one for one in found
             if isinstance(one, numpy.SeedSequence) and id(one) not in sequences
@@ -228,7 +229,7 @@ class Generators:
         return None if isinstance(seed, int) and seed in self._drawn else seed
 
     def _renew(self, bits: Any) -> None:
-        """Give a new seed to a generator of numpy, without a new object."""
+        """Give a new seed to a generator of numpy. The object stays, because variables refer to it."""
         fresh = type(bits)()
         bits.__setstate__(fresh.__getstate__())
         # Record that the author has not chosen this seed, for a zygote that inherits the generator.

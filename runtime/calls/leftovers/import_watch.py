@@ -34,7 +34,7 @@ def lasting_thread_count() -> int:
 
 
 def open_descriptors() -> set[int]:
-    # Leave out the descriptor that the listing itself opens. It gets the lowest number that is free.
+    # The listing itself opens a descriptor, which gets the lowest free number. Find this number with `dup`, and leave it out.
     os.close(own := os.dup(0))
     return set(map(int, os.listdir("/proc/self/fd"))) - {own}  # noqa: PTH208  as in `thread_count`
 
@@ -87,7 +87,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         after = open_descriptors()
         for closed in self.opened.keys() - after:
             del self.opened[closed]
-        # Do not overwrite the names of the other modules, whose descriptors are in the dict already.
+        # Do not overwrite the entries of modules that this module imported.
         for opened in after - before:
             self.opened.setdefault(opened, name)
 

@@ -22,7 +22,7 @@ from .import_watch import ImportWatch, lasting_thread_count, open_descriptors, w
 from .owners import owners, paths, reachable
 
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-# How many of the variables and modules the reason names.
+# `Leftovers.reason` names at most this many leftovers, and at most this many things to move into `setup`.
 MOST_NAMED = 4
 MOST_CHARS = 200
 _UNKNOWN = "the handler's import or `build`"
@@ -159,7 +159,7 @@ def _others(tmp: Path) -> Iterator[Leftover]:
 
 
 def describe_threads(started: dict[str, int]) -> Iterator[Leftover]:
-    """Yield the cause of the threads: the modules in `started`, else the threads by their names."""
+    """Yield the cause of the threads: the modules in `started`. If there are none, name the threads."""
     what = "started threads, which no fork survives"
     if started:
         importing = [f"importing {module}" for module in started]

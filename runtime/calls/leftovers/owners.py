@@ -20,8 +20,9 @@ MOST_OBJECTS = 50_000
 
 
 def owners(code: Path, state: object) -> dict[object, str]:
-    """Return the variable, as text, that holds each thing. A thing is ("descriptor", number), ("process", pid) or
-    ("object", id).
+    """Return the things that the handler's variables hold, each with the variable, as text.
+
+    A thing is ("descriptor", number), ("process", pid) or ("object", id).
     """
     found: dict[object, str] = {}
     for name, one in reachable(code, state):

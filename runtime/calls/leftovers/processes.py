@@ -14,10 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
-# The variable with the pid of the worker or zygote in which a program was started.
+# The environment variable of a program with the pid of the worker or zygote that started the program.
 OWNER = "PILOTFLAME_PROCESS"
 ENDED = "a process that has ended"
-# Added to the OOM score of the base. Zygotes and workers inherit this score. 1000 counts like all memory of the machine.
+# Added to the OOM score of the base. Zygotes and workers inherit this score. With a score of 1000, the kernel counts a process as if it used all
+# memory of the machine.
 OOM_SCORE, MOST_OOM_SCORE = 500, 1000
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 

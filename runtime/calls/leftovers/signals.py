@@ -43,14 +43,14 @@ class AuthorsHandlers:
         self._found: dict[signal.Signals, SignalHandler] = {}
 
     def note(self) -> None:
-        """Find the handlers after the build, and set the handlers from before the import again."""
+        """After the build, remember which handlers were set, and replace them by the handlers from before the import."""
         for number, before in self._before.items():
             if (found := signal.getsignal(number)) not in (None, before):
                 self._found[number] = found
                 signal.signal(number, before)
 
     def restore(self) -> None:
-        """Set the handlers again, in a worker."""
+        """In a worker, set the remembered handlers again."""
         for number, handler in self._found.items():
             signal.signal(number, handler)
 

@@ -9,8 +9,8 @@ import. Small files and folders are copied, larger ones are links. `__file__` an
 workers share.
 
 The parent of a process removes the process's folder when it reaps the process (`child_folders.py`). If the parent has
-ended first, the process removes its folder itself. If it cannot, the base does so before it forks the next zygote, or
-the gateway when it removes `root`.
+ended first, the process removes its folder itself. If the process is killed, the base removes the folder before
+the base forks the next zygote, or the gateway removes it together with `root`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WorkingFolder:
         return made
 
     def fork(self) -> WorkingFolder:
-        """Make a folder for this process, a fork of the process of this folder, and enter it. Raise LauncherError."""
+        """Make a folder for this process, which was forked from this folder's process, and enter it. Raise LauncherError."""
         made = WorkingFolder(self.root)
         made._make(self._left)
         made._enter(forked_from=self)
@@ -156,7 +156,7 @@ def _is_below(module: ModuleType, folder: str | Path) -> bool:
 
 
 class _Copy(NamedTuple):
-    """A small file, a folder without its entries, or a link, in memory, so that a worker that starts need not read it again."""
+    """A small file, a folder without its entries, or a link. It is kept in memory, so that a starting worker need not read it."""
 
     name: str
     """The path in the working directory."""
@@ -164,7 +164,7 @@ class _Copy(NamedTuple):
     """The bytes of a file, the target of a link, or None for a folder."""
     mode: int = 0o777
     times: tuple[int, int] = (0, 0)
-    """When a file was last read and written, in nanoseconds. Web servers show it."""
+    """When a file was last read and written, in nanoseconds. Web servers send the time of the last write."""
 
     def write(self, folder: str) -> None:
         path = folder + self.name

@@ -133,7 +133,7 @@ class Link:
             self._loop.call_soon(self._receive_rest)
 
     def send(self, kind: int, channel: int = 0, head: bytes = b"", payload: bytes = b"") -> None:
-        """Send one frame. Does nothing if the link is closed."""
+        """Send one frame. Do nothing if the link is closed."""
         if len(payload) > JOIN_BYTES:
             header = HEADER.pack(len(head) + len(payload), len(head), kind, channel)
             self.send_encoded(header + head, payload)
@@ -144,7 +144,7 @@ class Link:
         self.send(kind, channel, orjson.dumps(head), payload)
 
     def send_encoded(self, *parts: bytes) -> None:
-        """Send encoded frames, or the consecutive parts of one. Does nothing if the link is closed."""
+        """Send encoded frames, or the consecutive parts of one frame. Do nothing if the link is closed."""
         with self._lock:
             if self.closed:
                 return

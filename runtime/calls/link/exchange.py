@@ -12,7 +12,7 @@ from .stream_credit import Credit, ReadPieces
 
 
 class WorkerExchange:
-    """The worker's side of an exchange, which `handlers.contract.PieceExchange` describes. Use it on the event loop's thread.
+    """The worker's end of the exchange of pieces with a caller (`handlers.contract.PieceExchange`). Use it on the event loop's thread.
 
     Most calls send one short output and receive no input. To save time, the credit and the event are made at their first use.
     """
@@ -22,7 +22,7 @@ class WorkerExchange:
     )  # fmt: skip
 
     def __init__(self, link: Link, channel: int, *, follows: bool) -> None:
-        """`follows` is True if the gateway sends pieces of input, which the first `receive` asks for."""
+        """`follows` is True if the caller sends the input in pieces. The first `receive` asks the gateway for them."""
         self._link, self._channel, self.follows = link, channel, follows
         self._ended, self._asked, self.gone = not follows, False, False
         self.on_gone: Callable[[], None] | None = None

@@ -21,7 +21,7 @@ from ....foreign_json import excess
 HEADER = struct.Struct("<IIBI")
 TIMING = struct.Struct("<ddHd")
 MAX_FRAME_BYTES = 256 << 20
-# The payload of a longer frame is not copied once it has arrived.
+# The payload of a longer frame is collected in a buffer of its own, which need not be copied once the frame has arrived.
 LARGE_BYTES = 1 << 20
 # The largest payload: the rest of a frame is for its head.
 MAX_PAYLOAD_BYTES = 255 << 20
@@ -83,7 +83,7 @@ class FrameKind(enum.IntEnum):
     # Up: the metrics of an invocation, as JSON in the payload. They replace earlier metrics.
     METRICS = 24
     # Down, to a worker without invocations. PARK: free the memory of devices, and report the freed bytes with PARKED.
-    # UNPARK: bring the weights back. An INVOKE brings them back, too. The channel of a PARK is its number.
+    # UNPARK: bring the weights back. An INVOKE brings them back, too. The channel of a PARK frame is the number of PARK frames so far.
     PARK = 25
     UNPARK = 26
     # Up: the head has how many bytes were freed ("freed_bytes"), and how many bytes torch's allocator keeps of each GPU
@@ -93,15 +93,15 @@ class FrameKind(enum.IntEnum):
     # Up: the weights of a snapshot are on a device now. The head has the form of an element of "copies" in the head of
     # READY.
     COPIED = 28
-    # Up, from a zygote that imports or builds: its position in the code, as `handlers/failure.py` locates it.
+    # Up, from a zygote that imports or builds: its position in the code (see `handlers/failure.py`).
     POSITION = 29
     # Down: import and build the handler. The head has the function's secrets. It is the first frame that a zygote, or a
     # spawned worker, gets.
     BUILD = 30
     # Up: the worker needs the adapter with the "name" in the head, which is fetched on use.
     NEED = 31
-    # Down: the answer to NEED. The files of the adapter "name" can be mapped, and all bytes are there within
-    # "weights_s". Or the head has the "error".
+    # Down: the answer to NEED. The files of the adapter "name" can be mapped, and all their bytes arrive within "weights_s"
+    # seconds. If the fetch has failed, the head has the "error" instead.
     HELD = 32
     # Down: a piece of the input of a running invocation, in the payload. INPUT_END: the last piece, which may be empty.
     INPUT = 33

@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any, Protocol
 
 Act = Callable[[], object]
-# The time of a timer, in monotonic seconds, and its number, which orders timers of the same time, because callbacks cannot be compared.
+# A timer: its time in monotonic seconds, its number and its callback. The number orders timers of the same time.
 _Timer = tuple[float, int, Act]
 _READABLE, _WRITABLE = select.POLLIN, select.POLLOUT
 # The kernel reports these events even if the loop does not ask for them. Each of them runs all callbacks of its descriptor.
@@ -61,7 +61,7 @@ class PollLoop:
         self._stopped = False
 
     def open(self) -> None:
-        """Open the descriptors of the loop, which nothing can wake before. A zygote makes the loop, and each fork opens its copy."""
+        """Open the descriptors of the loop, by which other threads wake it. A zygote makes the loop, and calls `open` in each fork."""
         self._woken, self.signals = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._watch(self._woken, _READABLE, self._wake_up)
 
@@ -79,7 +79,7 @@ class PollLoop:
         self.call_soon_threadsafe(partial(setattr, self, "_stopped", True))
 
     def close_in_fork(self) -> None:
-        """Close the descriptors of the loop in a fork of this process, which has no thread for it."""
+        """Close the descriptors of the loop in a fork of this process, where no thread runs the loop."""
         os.close(self._woken)
         os.close(self.signals)
 

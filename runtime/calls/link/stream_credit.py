@@ -8,8 +8,8 @@ from collections import deque
 
 STREAM_CHUNKS = 64
 STREAM_BYTES = 256 << 10
-# The largest piece of an exchange. READ_CHUNKS and READ_BYTES are so small that the pieces that a reader has not yet
-# reported always leave credit for another piece.
+# The largest piece of an exchange. A reader reports the pieces that it has received after READ_CHUNKS pieces or READ_BYTES
+# bytes. So the pieces that it has not reported always leave credit for another piece.
 PIECE_BYTES = 64 << 10
 READ_CHUNKS = STREAM_CHUNKS // 4
 READ_BYTES = STREAM_BYTES // 4
@@ -34,7 +34,7 @@ class Credit:
     def spend(self, size: int, timeout_s: float | None) -> bool:
         """Wait until a chunk of `size` bytes may be sent, and count it as sent.
 
-        Return False if the reader went away or `timeout_s` passed. Blocks: for handler threads only.
+        Return False if the reader went away or `timeout_s` passed. This blocks, so only handler threads may call it.
         """
         with self._room:
             if not self._fits(size):

@@ -56,7 +56,7 @@ class Weights(BaseModel):
     """The folder or file of the weights; for a fetched snapshot, the folder of its other files (config, tokenizer)."""
     manifest: Path
     assets: Path | None = None
-    """The revision's copy of the files beside local weights, with links to the rest; None if `root` has them."""
+    """A folder with copies of the files beside local weights, and links to the rest of `root`; None if workers use `root`."""
     versions: dict[str, str] = {}
     """The versions of local shards, by name, whose bytes the deploy has compared with the manifest (`file_version`)."""
     source: str = ""
@@ -90,7 +90,7 @@ class Weights(BaseModel):
 
 
 class CompiledCode(BaseModel):
-    """The folder where compilers keep their output for a function, as `runtime/calls/worker/compiled_code.py` describes."""
+    """The folder where compilers keep their output for a function (see `runtime/calls/worker/compiled_code.py`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -99,11 +99,11 @@ class CompiledCode(BaseModel):
     code: str
     """A digest of the function's code and requirements, on which the compiled code depends."""
     limit_bytes: int
-    """The largest size of the compiled code that is kept for each key."""
+    """The largest size of one folder of compiled code. Processes with the same packages and hardware share such a folder."""
 
 
 class KeptPrefixes(BaseModel):
-    """The beginnings of prompts that a function declares, and where its workers keep their keys and values."""
+    """The beginnings of prompts that a function declares, and where its workers keep the keys and values of these prompts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -111,7 +111,7 @@ class KeptPrefixes(BaseModel):
     folder: Path
     """The function's own folder."""
     limit_bytes: int
-    """The largest size of the keys and values."""
+    """The largest total size of the kept keys and values."""
 
 
 class WorkerSpec(BaseModel):

@@ -93,9 +93,9 @@ class Dispatcher:
         self.limit_batch()
 
     def bar(self, refusal: Refusal | None, *, queued: bool = True) -> None:
-        """Refuse invocations for which no worker is free with the error that `refusal` returns, if it returns an error.
+        """Refuse invocations for which no worker is free, while `refusal` returns an error. They fail with this error.
 
-        With None, accept invocations again. Unless `queued` is False, invocations that already wait fail with the error.
+        If `refusal` is None, accept invocations again. Unless `queued` is False, invocations that already wait fail with the error.
         """
         self._refusal, self._fails_queued = refusal, queued
         if queued and refusal is not None and (error := refusal()) is not None:
@@ -155,7 +155,7 @@ class Dispatcher:
     # -- invocations that wait for the output of another one
 
     def set_aside(self, invocation: Invocation, first: Invocation) -> None:
-        """Let an invocation wait for the output of `first`. It has the time limits of a queued invocation."""
+        """Let an invocation wait for the output of `first`, with the time limits of a queued invocation."""
         self.aside[invocation] = first
         until_s = min(invocation.deadline_s, invocation.hold_until_s)
         self._deadlines.set(invocation, until_s, time.monotonic())
@@ -200,8 +200,8 @@ class Dispatcher:
             if most_s is not None or invocation.patient:
                 self._deadlines.set(invocation, limit_s(invocation, now_s), now_s)
         replica.calls.send(batch, now_s)
-        # Call `watch` only if its timer would fire too late, because this runs for every invocation. No worker that takes
-        # invocations now is late before LATE_S have passed.
+        # This runs for every invocation, so call `watch` only if its timer would fire too late. A worker that has just got
+        # an invocation is not late before LATE_S have passed.
         if self.late.due_s > now_s + LATE_S and replica.outstanding.load > replica.outstanding.slots:
             self.late.watch(now_s)
         for invocation in batch:

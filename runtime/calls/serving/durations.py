@@ -1,4 +1,4 @@
-"""Learns how long the starts of a revision's workers and the calls of its handler take, and computes from that when slots are free."""
+"""Learns how long a revision's workers take to start, and how long its handler calls take. Computes from both when slots are free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets equal calls wait for the output of the first of them while it runs. The response cache decides which calls are equal."""
+"""Lets equal calls wait for the output of the first call while the first call runs. The response cache decides which calls are equal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _SharedRun:
 
 
 class EqualCalls:
-    """The calls of a revision for which equal calls wait, by a key that is the same for equal calls."""
+    """The calls of a revision for which equal calls may wait. Equal calls have the same key."""
 
     def __init__(self, dispatcher: Dispatcher, queue: Callable[[Iterable[Invocation]], None]) -> None:
         """`queue` queues calls that the dispatcher has set aside."""
@@ -44,7 +44,7 @@ class EqualCalls:
     def wait(self, key: Hashable, invocation: Invocation) -> bool:
         """Let a call wait for an equal call, and return True. Return False if it must run.
 
-        A waiting call gets the output of the first one. If the handler fails, each waiting call runs. If the first one
+        A waiting call gets the output of the first call. If the handler fails, each waiting call runs. If the first call
         ends without an answer of the handler, the most urgent waiting call runs, and the others wait for it.
         """
         run = self._runs.get(key)

@@ -13,7 +13,7 @@ class SendPiece(Protocol):
 
 
 class InputStream:
-    """The pieces of an input, which one task sends. A piece is sent once the handler's credit allows it, and is never kept.
+    """The pieces of an input, which one task sends. A piece is sent once the handler's credit allows it, and is not stored here.
 
     No piece is sent before the handler asks for the first piece, so that the invocation may still run on another worker.
     """

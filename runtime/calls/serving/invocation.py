@@ -161,7 +161,7 @@ class Invocation:
     exchanges: bool = False
     """True if its handler may use `context.exchange`. Then `streaming` must be true."""
     input: InputStream | None = None
-    """The pieces of the input that follow `body`, if it `exchanges`; None if `body` is the whole input."""
+    """The pieces of the input that follow `body`, if `exchanges` is True; None if `body` is the whole input."""
     idle_s: float | None = None
     """Only for a connection that stays open: `deadline_s` is this number of seconds after the last message."""
     on_end: Callable[[], None] | None = None
@@ -169,7 +169,7 @@ class Invocation:
     capture: Capture | None = None
     """Receives the lines that the invocation prints; None if they are not captured."""
     counted: bool = False
-    """True if the caller's quota has already counted the request as all of its calls and their answers."""
+    """True if the caller's quota has already counted all calls of the request and their answers."""
     max_batch: int = 0
     """The size of the largest batch it may run in; 0 for no limit."""
     output: asyncio.Future[Output] = field(init=False)

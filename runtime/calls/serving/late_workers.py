@@ -15,7 +15,7 @@ from .invocation import Invocation
 from .replica import Replica
 from .replicas import Replicas
 
-# If the timer fires later than this, the event loop was busy, and has not read the results of workers yet.
+# If the timer fires more than this after its time, the event loop was busy, and may not have read the results of workers yet.
 BUSY_S = 0.005
 
 
@@ -45,7 +45,7 @@ class LateWorkers:
     def stuck(self) -> float:
         """Return the number of ready workers that are so late that the start of another worker pays.
 
-        If only some slots of a worker are late, the worker counts in part.
+        If only some slots of a worker are late, count the share of these slots in place of the whole worker.
         """
         return sum(one.outstanding.overdue(self._judged_s - self._pays_after_s(one)) for one in self._busy())
 
@@ -74,7 +74,10 @@ class LateWorkers:
         return late_after_s(replica, self._durations.curve) + self._durations.activation_s
 
     def _times(self) -> Iterator[float]:
-        """Yield when each worker for which an invocation waits is late, and when the start of another worker pays."""
+        """For each busy worker, yield when it is late, and when the start of another worker pays.
+
+        Leave out the first time unless an invocation waits at the worker, and the second unless one waits in the queue.
+        """
         for replica in self._busy():
             start_s = replica.outstanding.newest_start_s
             if len(self._queue):

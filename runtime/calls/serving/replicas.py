@@ -89,13 +89,13 @@ class Replicas:
         return next((replica for replica in self._present if replica.name == name), None)
 
     def has(self, workers: int) -> bool:
-        """Return True if this number of workers is ready or starting."""
+        """Return True if at least this number of workers is ready or starting."""
         return len(self.ready) + self.starting >= workers
 
     def pick(self, now_s: float, usual_s: float) -> Replica | None:
         """Return the worker for the next invocation or batch; None if it should wait in the queue.
 
-        While the last worker is the soonest, pick it again. `usual_s` is the usual time of an invocation in the handler.
+        Pick the last worker again while `is_soonest` is true for it. `usual_s` is the usual time of an invocation in the handler.
         """
         if self._last is None or not is_soonest(self._last, usual_s, now_s):
             self._last = choose(self._present, now_s)

@@ -56,7 +56,7 @@ class FunctionAnswers:
     """The answers of a function's live revision, in the order in which they expire, and counts for the metrics."""
 
     epoch: int
-    """Differs for each time that a revision has become live."""
+    """A number that changes when another revision becomes live, or the function is stopped."""
     entries: OrderedDict[Key, StoredAnswer] = field(default_factory=OrderedDict)
     size: int = 0
     hits: int = 0
@@ -99,7 +99,7 @@ class ResponseCache:
         """Store an answer, and return True. Return False if there is no room for it, or if its revision is not live any more.
 
         To make room, drop expired answers, and then the answers that the same tenant has not used for longest. A
-        revision must always give the same `ttl_s`.
+        revision must always give the same `ttl_s`, so that its answers stay in the order in which they expire.
         """
         answers = self._functions.get(key.function)
         if answers is None or answers.epoch != key.epoch:

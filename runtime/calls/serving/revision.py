@@ -78,11 +78,11 @@ class Revision(CallEvents):
         self.observe: Callable[[Invocation], None] | None = None
         """Called with each invocation before it is sent or queued."""
         self.enough = self.enough_queued = -1.0
-        """While at most these numbers of invocations run and wait, an arrival causes no look. The watcher sets the numbers."""
+        """An arrival causes no look while at most `enough` invocations run and at most `enough_queued` wait. The watcher sets both."""
         self.follows_until_s = -math.inf
         """The watcher gets `on_followed` for each invocation that has arrived by this time. The watcher sets the time."""
         self.peak = 0
-        """The largest number of running invocations since the last look, which set it to the number at that time."""
+        """The largest number of running invocations since the last look. Each look sets it to the number at that time."""
         self._waited = self._refused = 0
         self._returns = False
 
@@ -101,7 +101,7 @@ class Revision(CallEvents):
     def submit(self, invocation: Invocation, key: Hashable | None = None) -> bool:
         """Send an invocation, or queue it. Raise QueueFull, Overloaded, RevisionRetired, or the error of `Dispatcher.bar`.
 
-        If an invocation with the same `key` runs, let this one wait for its output, and return True.
+        If another invocation with the same `key` has not ended, `invocation` may wait for its output. Then return True.
         """
         if self.retiring:
             raise retired(self.spec)
@@ -212,7 +212,7 @@ class Revision(CallEvents):
     def on_returned(self, invocation: Invocation) -> None:
         self.dispatcher.requeue(invocation)
         if not self._returns:
-            # Dispatch once all invocations that the worker gives back have arrived, so that those of a batch stay together.
+            # Dispatch once all invocations that the worker gives back have arrived, so that the invocations of a batch stay together.
             self._returns = True
             asyncio.get_running_loop().call_soon(self._dispatch_returned)
 

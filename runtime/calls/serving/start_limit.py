@@ -19,7 +19,7 @@ class StartLimit:
     def __init__(
         self, child: Child, silent_s: float, progress: Callable[[], object], *, later_s: float = 0.0
     ) -> None:
-        """The worker is killed if `progress()` does not change for `silent_s`, and after `MOST_TIMES` that time in any case.
+        """The worker is killed if `progress()` does not change for `silent_s`, and in any case after MOST_TIMES * `silent_s`.
 
         Both times are longer by `later_s`, in which fetched weights arrive.
         """

@@ -111,7 +111,7 @@ class TimeLimits:
             self._look()
 
     def restart(self, invocations: list[Invocation]) -> None:
-        """Restart the time limits for the rest of a batch, because each handler call has the whole limits."""
+        """Restart the time limits for the rest of a batch, because each handler call gets the full limits."""
         for invocation in invocations:
             self._check(invocation)
 

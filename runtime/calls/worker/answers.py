@@ -40,7 +40,7 @@ _CLIENTS = "pilotflame.runtime.command.calling."
 
 
 class AnswerFrames:
-    """The frames of one handler's answers and errors, and its decoded events."""
+    """Decodes one handler's events, and makes the frames of its answers and errors."""
 
     def __init__(self, handler: Handler, root: Path) -> None:
         """`root` is the folder of the handler's files, which errors name."""

@@ -71,7 +71,7 @@ def keep_compiled_code(kept: CompiledCode) -> dict[str, str]:
 
 
 def note_end(kept: CompiledCode) -> None:
-    """Set the folder's time at the end of a process that has used it. For `_on_disk`, the machine still ran at this time."""
+    """At the end of a process, set its folder's time, so that `_on_disk` knows that the machine still ran then."""
     with contextlib.suppress(OSError):
         os.utime(kept.folder / _key(kept))
 

@@ -64,7 +64,7 @@ def landlock_version() -> int:
 
 
 def _restrict(confinement: Confinement) -> None:
-    """Let Landlock restrict the files that can be used, as `Confinement.hidden` says."""
+    """Let Landlock hide the folders in `Confinement.hidden`, except what the other fields allow."""
     if not (version := landlock_version()):
         raise LauncherError('This kernel has no Landlock, which resources.files = "private" needs.')
     handled = _ALL_OF_VERSION_1

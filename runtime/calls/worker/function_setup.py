@@ -190,7 +190,7 @@ def weights_hint(code: Path) -> str:
 
 
 def _made(module: ModuleType, kind: type) -> str:
-    """Return the expression that makes a model of class `kind`, with the class that `module` has used to make it."""
+    """Return an expression that makes a model of class `kind`. If `module` has an Auto class for such models, use that class."""
     library = kind.__module__.partition(".")[0]
     if library == "sentence_transformers":
         return f"AutoModel.from_config({CONFIG})"
@@ -225,7 +225,7 @@ def _is_below(module: ModuleType, folder: Path) -> bool:
 
 
 async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> Any:
-    """Call a hook and return its result. The hooks of async handlers run on this loop, other hooks as in `run_hook`."""
+    """Call a hook and return its result. A hook of an async handler runs on this loop. For other hooks see `run_hook`."""
     if not handler.kind.on_loop or hook is None:
         return run_hook(hook, context)
     result = hook(context)
@@ -233,7 +233,7 @@ async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> An
 
 
 def run_hook(hook: Hook | None, context: Context) -> Any:
-    """Call a hook on a thread without an event loop and return its result. An async hook gets a new loop."""
+    """Call a hook on this thread, which must run no event loop, and return the result. An async hook gets a new loop."""
     return awaited(hook(context)) if hook is not None else None
 
 

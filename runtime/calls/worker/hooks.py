@@ -1,4 +1,4 @@
-"""Calls the hooks of one worker's handler: `rehearse`, `setup`, `teardown`, and the measurement of its example."""
+"""Calls the hooks of one worker's handler: `forked`, `rehearse`, `setup` and `teardown`. Also measures its examples."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from .weights import WorkerWeights, limit_memory
 
 
 class WorkerHooks:
-    """The hooks, on the thread or loop of the handler's calls."""
+    """Calls the hooks, on the thread or event loop of the handler's calls unless a method says otherwise."""
 
     def __init__(self, built: Built, spec: WorkerSpec, weights: WorkerWeights) -> None:
         self._built, self._spec, self._weights = built, spec, weights
         self._handler = built.handler
         self._host: WorkerHost | None = None
         self.state = built.state
-        """What `build` returned, and then what `setup` returned, unless that is None."""
+        """What `setup` returned. Until `setup` has returned something other than None, this is what `build` returned."""
 
     def bind(self, host: WorkerHost) -> None:
         """Set the host, which the contexts of the hooks call."""
@@ -75,7 +75,7 @@ class WorkerHooks:
         return {"reserved": devices.reserved_bytes()}
 
     async def set_up(self, by_s: float | None, check: Callable[[], None]) -> PilotflameError | None:
-        """Map the weights and call `setup`. Return why that failed. `by_s` is as in `WorkerWeights.open`.
+        """Map the weights and call `setup`. Return why that failed. `by_s` is when fetched weights must have arrived, in monotonic seconds.
 
         `check` raises SnapshotChanged if the weights have changed since the deploy.
         """
@@ -98,7 +98,7 @@ class WorkerHooks:
         return None
 
     async def measure(self, runner: Runner, stopped: Callable[[], bool]) -> list[Point]:
-        """Return how long the handler takes for its examples, as far as it was measured until `stopped()`."""
+        """Measure how long the handler takes for its examples, until `stopped()` is true. Return the points measured so far."""
         curve: list[Point] = []
         # Do not measure while weights are arriving, because the measured times would include the wait for the weights.
         if not self._weights.arriving:

@@ -1,7 +1,7 @@
 """Marks each printed line with the invocation that printed it, so that a caller gets only the lines of its invocation.
 
-`current` is the invocation that the present thread or task works for. A line that is printed for an invocation is
-marked as `runtime/ground/telemetry/log_stream.py` describes. Output that is written directly to the descriptors is not marked.
+`current` is the invocation that the present thread or task works for. A line that is printed for an invocation
+gets a mark (see `runtime/ground/telemetry/log_stream.py`). Output that is written directly to the descriptors is not marked.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ It is None in hooks, and in a batch of several invocations.
 # end of an invocation costs nothing.
 unfinished: dict[tuple[int, int], str] = {}
 LEVELS = ((logging.ERROR, "e"), (logging.WARNING, "w"), (logging.INFO, "i"))
-# The most characters of a line that are written with one mark. A piece of this length is written at once, so that the pieces
-# of several threads do not mix.
+# A longer line is written in pieces of this many characters, each with its own mark. One system call writes such a piece, so
+# the pieces of several threads do not mix.
 PIECE_CHARS = 3_500
 NOBODY = "-"
 

@@ -99,7 +99,7 @@ class WorkerParking:
     def restore(self) -> None:
         """Bring the weights back, if they are parked. Raise SnapshotError if a device has too little free memory.
 
-        Do not call the hook `unpark`. Call this after `wait_ended`, and not on the loop's thread.
+        This does not call the hook `unpark`. Call it after `wait_ended`, and not on the loop's thread.
         """
         if self._parked and self._weights.snapshots is not None:
             self._weights.snapshots.unpark()

@@ -118,8 +118,8 @@ class Runner(ABC):
     def submit(self, call: Call, more: int = 0) -> None:
         """Queue an invocation. For a batch handler, collect it, and queue its group once `more` is 0.
 
-        `more` is the number of invocations of the group that follow. Call this on the event loop's thread only, like
-        all methods that are not part of running a group.
+        `more` is the number of invocations of the group that follow. Call this on the thread of the link's loop only. The
+        same holds for `cancel`, `grant`, `feed`, `give_back`, `resize` and `close`.
         """
         self._calls[call.channel] = call
         if self.handler.batch is None:

@@ -104,7 +104,7 @@ class Worker(ABC):
         return {"probe": self._probe, "check": self._check, "observers": self._built.observers}
 
     def _find_check(self) -> Callable[[], None]:
-        """Return a function that raises SnapshotChanged if files in folders have changed. Files in a cache need no check."""
+        """Return a function that raises SnapshotChanged if local weights or kept prefixes have changed. Fetched weights need no check."""
         snapshots, prefixes = self._built.snapshots, self._built.prefixes
         checks = [snapshots.check] if snapshots is not None and snapshots.compare else []
         checks += [prefixes.kept.check] if prefixes is not None else []

@@ -61,8 +61,8 @@ OUTLAST_S = 8.0
 # cgroups.
 MACHINE_KILLS = "/proc/vmstat"
 MEMORY_KILLS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", MACHINE_KILLS)
-# A function that a process runs until its end. In a child that the process forks, the function returns the child's
-# role.
+# A function that a process runs. It returns None when the process must end. In a child that the process has forked, the
+# function returns the role that the child runs next.
 Role = Callable[[], Any]
 
 
@@ -118,8 +118,8 @@ class Zygote:
         raise NotImplementedError
 
     def child_role(self, ticket: Ticket, request: dict[str, Any], root: str) -> Role:
-        """Return the function that a forked child runs. Called in the child, with the child's ticket, and with the
-        folder in which the child makes its working folder.
+        """Return the function that a forked child runs. The child calls this with its own ticket, and with the folder in
+        which it makes its working folder.
         """
         raise NotImplementedError
 
@@ -223,7 +223,7 @@ class MemoryKills:
         self._explained = self._count()
 
     def explain(self) -> bool:
-        """Return True if there was a kill that does not explain the end of another child."""
+        """If a counted kill has not explained the end of any child yet, let it explain one now, and return True."""
         if self._count() <= self._explained:
             return False
         self._explained += 1
@@ -269,7 +269,7 @@ class Base(Zygote):
 
     def _watch_children(self, link: BlockingLink) -> None:
         super()._watch_children(link)
-        # The gateway's death brings SIGTERM too. End as when the link closes.
+        # When the gateway dies, the kernel also sends SIGTERM to this base. The base ends with its link, so shut the link down.
         signal.signal(signal.SIGTERM, lambda *_: link.sock.shutdown(socket.SHUT_RD))
 
     def _outlast_children(self) -> None:

@@ -41,7 +41,7 @@ class _Watch:
     log: LogChannel
     conditions: list[Condition]
     told: bool = False
-    """True if other gateways have reported calls."""
+    """True if the latest reports of other gateways have calls of the function."""
     timer: asyncio.TimerHandle | None = None
     timer_s: float = math.inf
     storing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -77,8 +77,8 @@ class FunctionAlerts:
         self._watches.clear()
 
     def follow(self, live: LiveFunction) -> None:
-        """Watch a function whose present revision is `live`. If the settings of alerts are the same, the conditions go
-        on.
+        """Watch a function whose present revision is `live`. If its settings of alerts have not changed, its conditions
+        keep their state.
         """
         function, settings = live.record.function, live.record.settings.alerts
         before = self._watches.pop(function, None)
@@ -126,7 +126,7 @@ class FunctionAlerts:
             self._look(function, watch, time.monotonic())
 
     def report(self) -> dict[str, dict[str, Sequence[float | str]]]:
-        """Return what the other gateways need of the calls here, by function and condition, as JSON."""
+        """Return what the other gateways must know of this gateway's calls, by function and condition."""
         now_s = time.monotonic()
         told = {
             function: {one.name: found for one in watch.conditions if (found := one.report(now_s))}

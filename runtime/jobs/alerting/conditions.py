@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from ...ground.settings.alerts import Alerts
 
-# Between two messages of a condition, all calls of the first message leave the window.
+# The pause between two alerts of a condition is as long as the window, so that the second counts no calls of the first.
 PAUSE_S = WINDOW_S = 300.0
-# With fewer calls, two failed calls would be a tenth, which is the default of `error_share`.
+# With fewer calls, two failed calls would be more than a tenth, which is the default of `error_share`.
 MIN_CALLS = 20
 SLICES = 10
 """The number of parts of the window of the share of errors. Calls leave the window one part at a time."""
@@ -55,11 +55,11 @@ class Condition:
         raise NotImplementedError
 
     def report(self, now_s: float) -> Sequence[float | str]:
-        """Return what `hear` needs of the calls of this gateway, as JSON; nothing if there were none lately."""
+        """Return this gateway's calls in the form that the other gateways pass to `hear`; () if there were no calls lately."""
         raise NotImplementedError
 
     def hear(self, now_s: float, reports: Sequence[Sequence[Any]]) -> None:
-        """Count the calls of the other gateways, instead of what they have reported before."""
+        """Take the latest reports of the other gateways, in place of their earlier reports."""
         raise NotImplementedError
 
     def figures(self) -> Mapping[str, float | str]:
@@ -215,7 +215,7 @@ class SlowColdStart(Condition):
         own = self._own
         if own is None or now_s - own.at_s > WINDOW_S:
             return ()
-        # Monotonic clocks of machines differ.
+        # Report the age and not the time, because the monotonic clocks of machines differ.
         return round(now_s - own.at_s, 3), own.took_ms, own.request_id
 
     def hear(self, now_s: float, reports: Sequence[Sequence[Any]]) -> None:

@@ -227,7 +227,7 @@ class Consumer:
             self._lag_s = round(max([0.0, *waited_s[-1:]]), 3)
 
     async def _look_behind(self, room: int, received: int) -> None:
-        """Query the number of waiting messages if the queue returned as many as requested, and pass it to `on_backlog`."""
+        """If the queue returned as many messages as requested, query how many more wait, and call `on_backlog`."""
         if not received:
             self._backlog = 0
         now_s = time.monotonic()

@@ -23,7 +23,7 @@ from .message_queue import Identity, MessageQueue, Sink
 CHECK_S = 15.0
 """How long a deploy waits at most until all sources have answered."""
 SETTLE_S = 2.0
-"""How much longer than the drain a consumer may take, to store results and release messages."""
+"""After the drain, a consumer may take this much longer to store results and to release messages."""
 
 
 def _opened(source: EventSource, identity: Identity) -> tuple[MessageQueue, Sink | None]:

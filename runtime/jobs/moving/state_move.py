@@ -70,7 +70,7 @@ class StateMove:
         return found
 
     def _copy(self, move_id: str, update: Update) -> dict[str, Any]:
-        # Import these modules here, because they need psycopg. `open_documents` has already found it.
+        # Import these modules here, because they need psycopg, which is optional. `open_documents` has checked for psycopg.
         from ...ground.storing.postgres import PostgresConnection, reported  # noqa: PLC0415
         from ...ground.storing.postgres_documents import add_documents  # noqa: PLC0415
         from ..postgres.database import PostgresDatabase  # noqa: PLC0415

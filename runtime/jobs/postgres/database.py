@@ -20,7 +20,7 @@ from ...ground.storing.postgres import BEGIN, PostgresConnection, migrate, usabl
 from ..sql.group_commit import GroupCommit
 
 READERS = 4
-"""The number of connections that read. A read takes a round trip, so one connection could do only 1,000 reads a second at 1 ms."""
+"""The number of connections that read. With round trips of 1 ms, one connection could do only 1,000 reads a second."""
 LOCK = "SELECT pg_advisory_xact_lock(hashtext('pilotflame jobs ' || current_schema()))"
 """Lets no other gateway write until the end of the transaction."""
 _BEGIN_WRITE = f"""{BEGIN}; {LOCK},

@@ -33,15 +33,16 @@ _DEFAULTS: dict[str, Any] = {
     "attempts": 0, "started_s": 0.0, "ended_s": 0.0, "due_s": 0.0, "expires_s": 0.0, "worker": "", "error": None, "pieces": 0,
     "incarnation": "", "result_size": 0,
 }  # fmt: skip
-"""Columns of a new job that `columns_of` leaves out."""
+"""The values of the columns of a new job that `columns_of` leaves out."""
 _NO_COUNTS = dict.fromkeys((*COUNTERS.values(), "queued_bytes"), 0)
 
 
 def run_together(
     connection: PostgresJobsConnection, changes: Sequence[JobChange[Any]]
 ) -> list[tuple[Transaction, Any] | PilotflameError]:
-    """Run changes that have `job_ids`. This function is a `RunTogether`. Raise an error if the changes must be run one
-    by one.
+    """Run changes of several callers, each of which names in `job_ids` the jobs whose rows it needs (see `RunTogether`).
+
+    Raise an error if the changes must be run one by one.
     """
     rows = GroupRows(connection, changes)
     results = [rows.run(change) for change in changes]
@@ -59,7 +60,7 @@ class GroupRows:
         """The number of changes of rows so far."""
         self.jobs: dict[str, dict[str, Any]] = {}
         self.keys: set[bytes] = set()
-        """The digests of the known idempotency keys that jobs have."""
+        """The digests of the idempotency keys of `jobs`."""
         self.counters: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self.stored: Counter[str] = Counter()
         self._asked = {job_id for change in changes for job_id in change.job_ids}
@@ -132,7 +133,7 @@ class GroupRows:
         return self.stored[owner]
 
     def count(self, function: str, owner: str, added: dict[str, int]) -> None:
-        """Add to the counters of all jobs of a function, and to those of the owner."""
+        """Add to the counters of all jobs of a function, and to the counters of the owner's jobs of this function."""
         for one in (ALL, owner) if owner else (ALL,):
             self.counters[function, one].update(added)
             self._counted[function, one].update(added)

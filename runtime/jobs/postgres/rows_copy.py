@@ -16,7 +16,7 @@ from ..sql.tables import Table
 from .database import LOCK, PostgresDatabase
 
 STEP = 1000
-"""How often `copied` is called, in rows."""
+"""`copied` is called each time that this many rows were copied."""
 # The session may be idle for up to 60 s, while rows of the other store are read. The commit is durable, whatever the
 # default of the database is.
 _BEGIN = """BEGIN; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0;
@@ -35,8 +35,8 @@ def copy_rows(
     database: PostgresDatabase, tables: Iterable[Table], bodies: Iterable[tuple[str, bytes]], last: int,
     at_end: Callable[[PostgresConnection], object], copied: Callable[[int], object],
 ) -> None:  # fmt: skip
-    """Add rows and large bodies. Blocks. Raises psycopg.Error, also if there is a job with the same id. Then nothing is
-    added.
+    """Add rows and large bodies. Raise psycopg.Error, also if there is a job with the same id. Then nothing is added.
+    This blocks.
 
     The jobs keep their order, and get numbers that are larger than all numbers in the database. `last` is the largest
     of their old numbers. `at_end` is called before the commit, and may write more. `copied` is called with the number

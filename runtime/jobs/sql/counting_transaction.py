@@ -11,15 +11,15 @@ from .transaction import Transaction
 
 
 class SharedCounts(Protocol):
-    """The counters of functions, and the stored bytes, as a group of changes finds and changes them."""
+    """The counters of functions and the stored bytes. All changes of a group read and change them here."""
 
     def of(self, function: str, owner: str) -> Mapping[str, int]:
-        """Return the columns of `counters`."""
+        """Return the row of `counters` for a function and an owner, by column."""
 
     def bytes_of(self, owner: str) -> int: ...
 
     def count(self, function: str, owner: str, added: dict[str, int]) -> None:
-        """Add to the counters of all jobs of a function, and to those of the owner."""
+        """Add to the counters of all jobs of a function, and to the counters of the owner's jobs of this function."""
 
     def add_bytes(self, owner: str, added: int) -> None: ...
 

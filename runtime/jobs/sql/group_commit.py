@@ -26,7 +26,7 @@ Change = Callable[[Any], T]
 
 RunTogether = Callable[[Any, Sequence[Any]], Sequence[Any]]
 """Runs changes of several callers with a few statements, as if each was run after the other. Its arguments are the connection and the
-changes. It returns the result of each, or the exception that it raised.
+changes. It returns, for each change, the result or the exception that the change raised.
 """
 
 MAX_GROUP = 512
@@ -62,7 +62,7 @@ class GroupCommit(ABC):
     errors: ClassVar[tuple[type[Exception], ...]]
     """The errors that a connection raises."""
     in_doubt: ClassVar[bool] = False
-    """True if the connection may fail after a commit, before its answer. Then a group is run twice if its connection fails, so changes must
+    """True if the connection may fail after a commit, but before the answer to the commit. Then a group is run twice if its connection fails, so changes must
     be repeatable.
     """
     remedy: ClassVar[str]
@@ -131,14 +131,14 @@ class GroupCommit(ABC):
 
         `change` runs in the writer thread. It runs a second time if the commit of its group failed. If it raises, only
         its own changes are undone: the changes of other callers in the group stay. After the commit, the event loop
-        calls `committed` with the result, even if the caller was cancelled. Raises JobStoreFailed if the database
+        calls `committed` with the result, even if the caller was cancelled. Raise JobStoreFailed if the database
         cannot be written.
 
         The writer thread calls `at_commit` right after the commit. Between `change` and `at_commit`, only changes run
         that have `at_commit`, too.
 
-        `together` runs all changes of a group that follow each other and have the same `together`. If it raises an
-        error, the group is undone, and each of its changes is run by itself.
+        If changes that follow each other in a group have the same `together`, one call of `together` runs them. If the
+        call raises an error, the group is undone, and each of its changes is run by itself.
         """
         return await self._call(self._writes, change, committed, at_commit, together)
 
@@ -226,7 +226,7 @@ class GroupCommit(ABC):
         """Commit a group in one transaction.
 
         If the commit fails, repeat each call in a separate transaction. Then only the call at fault fails.
-        Raises one of `errors` if the connection cannot be used any more.
+        Raise one of `errors` if the connection cannot be used any more.
         """
         try:
             self._run_all(connection, group)
@@ -248,7 +248,7 @@ class GroupCommit(ABC):
                 group[0].error, group[0].ended = group[0].error or self._refused(error), True
 
     def _run_all(self, connection: SqlConnection, group: list[QueuedCall]) -> None:
-        """Begin a transaction and run the calls. If some of them cannot be run together, do it again with each by itself."""
+        """Begin a transaction and run the calls. If some cannot be run together, undo all, and run each call by itself."""
         self.begin(connection, reading=False)
         try:
             for together, calls in groupby(group, _TOGETHER):

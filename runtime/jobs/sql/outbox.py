@@ -43,8 +43,8 @@ MAX_PIECES = 1000
 MAX_HOSTS = 256
 """The number of hosts of an owner that `due` examines. It takes the hosts whose deliveries are due earliest."""
 MAX_KNOWN_HOSTS = 4096
-"""`due` looks for these hosts only among the first MAX_KNOWN_HOSTS hosts of the owner, in the order of their names. This limits its time.
-"""
+"""`due` knows only the first MAX_KNOWN_HOSTS hosts of an owner, in the order of their names, and chooses MAX_HOSTS of them.
+This limits its time."""
 MAX_OWNERS = 64
 """`due` examines the first MAX_OWNERS owners, in the order of their names. It also examines the owners of the
 MAX_OWNERS deliveries that are due earliest.
@@ -87,8 +87,8 @@ def add(
 ) -> None:  # fmt: skip
     """Add a delivery if the job's webhook subscribes to the event. `bodies` makes the body if the webhook has a form.
 
-    If the delivery's body needs a large body of the job, it is made when the delivery is sent, from the job's state at
-    that time.
+    If the delivery's body needs a large body of the job, the delivery's body is made when it is sent, from the job's
+    state at that time.
     """
     webhook = job.webhook
     if webhook is None or event not in webhook.events:
@@ -112,7 +112,7 @@ def body_of(connection: SqlConnection, job: Job, event: str, now_s: float, bodie
 
 
 def needs_job(connection: SqlConnection, job_id: str) -> bool:
-    """Return True if a body that must still be sent is made from the job when it is sent."""
+    """Return True if the job has a pending delivery without a body, because the body is made from the job when it is sent."""
     pending = "SELECT 1 FROM deliveries WHERE subject = ? AND state = 'PENDING' AND length(body) = 0"
     return connection.execute(pending, (JOB + job_id,)).fetchone() is not None
 
@@ -292,7 +292,7 @@ def _owners(connection: SqlConnection, now_s: float) -> set[str]:
 def _due_at(
     connection: SqlConnection, owner: str, host: str, now_s: float, busy: Collection[str]
 ) -> Iterator[DueDelivery]:
-    """Yield the due deliveries of an owner to a host, one per subject not in `busy`."""
+    """Yield the due deliveries of an owner to a host, one for each subject except the subjects in `busy`."""
     subjects = set(busy)
     with closing(connection.execute(_DUE, (owner, host, now_s))) as rows:
         for row in rows:

@@ -95,7 +95,7 @@ def error_text(outcome: JobOutcome) -> str | None:
 
 
 def large_bodies(connection: SqlConnection, number: int | None = None, *tables: str) -> list[str]:
-    """Return the names of the large bodies of a job in these tables, by default of all jobs, inputs and results."""
+    """Return the names of the large bodies in `tables`, by default inputs and results, of one job or of all jobs."""
     names: list[str] = []
     for table in tables or ("inputs", "results"):
         where, values = ("AND number = ?", (number,)) if number is not None else ("", ())

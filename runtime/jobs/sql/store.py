@@ -41,7 +41,7 @@ class JobChange(Generic[T]):
     store: SqlJobStore
     change: Callable[[Transaction], T]
     files: Collection[str] = ()
-    """The large bodies to which the change may make a row refer."""
+    """The names of the large bodies that the change may store in a row."""
     job_ids: Collection[str] = ()
     """If not empty, the change reads only the rows of the jobs with these ids, and the row with the idempotency key of
     `new`. It returns no job to the queue. A store may run it together with other such changes.
@@ -71,8 +71,7 @@ def transition(
 ) -> Callable[Concatenate[SqlJobStore, P], Coroutine[Any, Any, T]]:
     """Return a method of SqlJobStore that runs `change` and returns its result after the commit.
 
-    If `of_job` is True, the first argument of the method is a job's id, and becomes the only one in
-    `JobChange.job_ids`.
+    If `of_job` is True, the first argument of the method is a job's id. `JobChange.job_ids` then contains only this id.
     """
 
     @wraps(change)
@@ -128,8 +127,8 @@ class SqlJobStore(ABC):
         incarnation: str = "",
     ) -> None:
         """Jobs are kept for `keep_s` after their end. `bodies` makes the bodies of webhooks whose form is not
-        pilotflame's own. `together` runs several JobChanges that have `job_ids`. `incarnation` names this run of the
-        gateway for other gateways.
+        pilotflame's own. `together` runs several `JobChange` objects in one call, if all of them have `job_ids`. Without
+        `together`, each change runs by itself. `incarnation` names this run of the gateway for other gateways.
         """
         self._database = database
         self._large = large

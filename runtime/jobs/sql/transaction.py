@@ -71,14 +71,14 @@ class Transaction:
     bodies: WebhookBodies = field(default_factory=dict)
     """By `Webhook.form`, the functions that make the bodies of webhooks, for all forms except ""."""
     incarnation: str = ""
-    """The gateway that runs the jobs which are taken in this transaction."""
+    """The incarnation of the gateway that takes jobs in this transaction."""
     most_stored_bytes: int = sys.maxsize
     changes: JobChanges = field(default_factory=JobChanges)
     unused_bodies: set[str] = field(default_factory=set)
     """The names of large bodies to which no row refers after this transaction. They are deleted after the commit."""
 
     def row(self, job_id: str, select: str = SELECT_WITHOUT_BODIES) -> SqlRow | None:
-        """Return what `find_row` returns."""
+        """Return the row of a job, or None; see `find_row`."""
         return find_row(self.connection, job_id, select)
 
     def row_of_key(self, digest: bytes | None) -> SqlRow | None:
@@ -115,8 +115,8 @@ class Transaction:
         return job
 
     def add_ended(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job | None:
-        """Insert a job whose first attempt has ended, and return it, or None if `add` would return None. The rows are
-        the same as after `add`, `move` and `end`.
+        """Insert a job whose first attempt has ended, and return it, or None if there is a job with its id or its
+        idempotency key. The rows are the same as after `add`, `move` and `end`.
         """
         expires_s = self.now_s + self.keep_s
         ended = replace(
@@ -140,7 +140,7 @@ class Transaction:
     def move(self, row: SqlRow, to: JobState, *, retried: bool = False, **fields: Any) -> None:
         """Change the state of the job in `row` and set the columns in `fields`. With `retried`, count a retry.
 
-        Raises JobConflict if TRANSITIONS does not allow this change.
+        Raise JobConflict if TRANSITIONS does not allow this change.
         """
         was = JobState(row["state"])
         if to not in TRANSITIONS[was]:
@@ -195,7 +195,7 @@ class Transaction:
         self.connection.executemany(insert, pieces)
 
     def _insert(self, new: NewJob, job: Job, **more: Any) -> int | None:
-        """Do what `insert_job` does."""
+        """Insert a new job, and return its row number or None; see `insert_job`."""
         return insert_job(self.connection, new, job, **more)
 
     def _add_bytes(self, owner: str, added: int) -> None:
@@ -272,7 +272,7 @@ def row_of(
     owner: str,
     select: str = SELECT_WITHOUT_BODIES,
 ) -> SqlRow:
-    """Return the row of an owner's job, read with a query of `rows.py`. Raise what `missing` returns."""
+    """Return the row of an owner's job. `select` is a query of `rows.py`. If there is no job, raise the error of `missing`."""
     row = find_row(connection, job_id, select)
     if row is None or row["function"] != function or owner not in (ALL, row["owner"]):
         raise missing(connection, function, job_id, owner)

@@ -56,7 +56,7 @@ def submit(transaction: Transaction, new: NewJob, job_id: str = "") -> tuple[Job
 
 
 def _added(transaction: Transaction, new: NewJob, job_id: str) -> Job:
-    """Return the job that an earlier call with the same client-made id has stored. Raise JobConflict if it is another job."""
+    """Return the job that an earlier call with `job_id` has stored. Raise JobConflict if that job differs from `new`."""
     row = transaction.row(job_id, SELECT_WHOLE)
     if row is None or (row["function"], row["owner"]) != (new.function, new.owner):
         raise _taken(job_id)
@@ -264,8 +264,8 @@ def purge(transaction: Transaction, function: str, last: int, *, owner: str, run
     """Cancel up to PURGE_SLICE queued jobs whose numbers are at most `last`, and return how many.
 
     If `running` is True, this includes running jobs. If there are none left, forbid the retry of up to PURGE_SLICE
-    ended jobs, and return how many. Otherwise, the next function of this name would run them, and it may have another
-    owner.
+    ended jobs, and return how many. Otherwise, a retry would run them on the next function of this name, which may
+    have another owner.
     """
     owned, values = ("", (function,)) if owner == ALL else (queries.OWNED, (function, owner))
     where = f"WHERE function = ? AND {owned} state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"

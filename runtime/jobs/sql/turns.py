@@ -14,14 +14,14 @@ from ..stored.job import Job
 from .connection import SqlConnection
 from .rows import read_jobs
 
-# The conditions of the index `jobs_ready`. `_owners` asks for one owner after the other, because a list of all owners
-# would need a read of all jobs.
+# The conditions of the index `jobs_ready`. `_owners` asks for one owner after the other, because listing all owners
+# at once would read all jobs.
 _READY = "FROM jobs WHERE function = ? AND state = 'IN_QUEUE' AND due_s = 0"
 _PRIORITY = f"SELECT priority {_READY} AND priority > ? ORDER BY priority LIMIT 1"
 _FIRST_OWNER = f"SELECT owner {_READY} AND priority = ? ORDER BY owner LIMIT 1"
 _NEXT_OWNER = f"SELECT owner {_READY} AND priority = ? AND owner > ? ORDER BY owner LIMIT 1"
 _FREE = "incarnation IN ('', ?)"
-"""A job that no other gateway has claimed."""
+"""The condition on a job that no other gateway has claimed. Its value is the incarnation of this gateway."""
 _NUMBERS = f"SELECT number, id, size {_READY} AND priority = ? AND owner = ? AND until_s > ? AND {_FREE} ORDER BY number LIMIT ?"
 _DELAYED = f"""
 SELECT priority, owner, number, id, size FROM jobs
@@ -36,7 +36,7 @@ def due(
     connection: SqlConnection, function: str, limit: int, now_s: float, known: Collection[str] = (), after: str = "",
     most_bytes: float = math.inf, *, gateway: str = "",
 ) -> list[Job]:  # fmt: skip
-    """Return what `claim` returns to the gateway with this incarnation."""
+    """Return the jobs that `JobStore.claim` returns to the gateway with the incarnation `gateway`."""
     turns = _Turns(connection, function, now_s, frozenset(known), limit, gateway)
     numbers, size_bytes = list[int](), 0
     with closing(turns.ready(after)) as ready:

@@ -31,7 +31,7 @@ _UNUSED = "DELETE FROM stored WHERE owner <> ? AND owner = ? AND bytes <= 0"
 def run_together(
     connection: SqliteConnection, changes: Sequence[JobChange[Any]]
 ) -> list[tuple[Transaction, Any] | PilotflameError]:
-    """Run changes that have `job_ids`. This function is a `RunTogether`. Raise an error if the changes must be run one by one."""
+    """Run changes of several callers (see `RunTogether`). Raise an error if the changes must be run one by one."""
     counts = GroupCounts(connection)
     results = [_run(connection, change, counts) for change in changes]
     counts.write()
@@ -51,22 +51,22 @@ def _run(
 
 
 class GroupCounts:
-    """The counters of functions, and the stored bytes, as a group of changes finds and changes them."""
+    """The counters of functions and the stored bytes. All changes of a group read and change them here."""
 
     def __init__(self, connection: SqliteConnection) -> None:
         self._connection = connection
         self._counters: dict[tuple[str, str], dict[str, int]] = {}
         self._stored: dict[str, int] = {}
-        # What `write` writes.
+        # The keys of `_counters` and of `_stored` that have changed.
         self._counted, self._added = set[tuple[str, str]](), set[str]()
         self.changes = 0
-        """How often something was counted."""
+        """The number of calls of `count` and `add_bytes`."""
 
     def transaction(self, *args: Any, **more: Any) -> Transaction:
         return CountingTransaction(self, *args, **more)
 
     def of(self, function: str, owner: str) -> dict[str, int]:
-        """Return the columns of `counters`."""
+        """Return the row of `counters` for a function and an owner, by column."""
         if (found := self._counters.get((function, owner))) is None:
             found = asdict(rows.counts(self._connection, function, owner))
             self._counters[function, owner] = found
@@ -78,7 +78,7 @@ class GroupCounts:
         return found
 
     def count(self, function: str, owner: str, added: Mapping[str, int]) -> None:
-        """Add to the counters of all jobs of a function, and to those of the owner."""
+        """Add to the counters of all jobs of a function, and to the counters of the owner's jobs of this function."""
         self.changes += 1
         for one in (ALL, owner) if owner else (ALL,):
             counters = self.of(function, one)

@@ -136,7 +136,7 @@ class JobAttempt:
         """Create the invocation; the caller submits it to the revision of `live`.
 
         With `unstored`, the job is not stored yet; see `stored`.
-        Once `closing` is set, a failed write to the store is not repeated: the next start queues the job again.
+        Once `closing` is set, a failed write to the store is not repeated: the gateway queues the job again at its next start.
         """
         self.job, self._revision, self._log_channel = job, live.revision, live.logs
         self._store, self._closing, self._unstored = store, closing, unstored
@@ -360,7 +360,7 @@ class JobAttempt:
     async def _retried(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Repeat a call of the store until it succeeds, so that the result of a finished job is not lost.
 
-        Raises JobStoreFailed if the call fails after `closing` was set.
+        Raise JobStoreFailed if the call fails after `closing` was set.
         """
         while True:
             try:

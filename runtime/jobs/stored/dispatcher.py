@@ -31,11 +31,11 @@ from .job import Job, NewJob, new_job_id
 from .job_store import JobStore
 
 MIN_PREFETCH = 8
-"""The number of submitted jobs that may wait for a worker. If all workers together run more jobs at a time, that larger number may wait."""
+"""At most this many submitted jobs wait for a worker, or as many as all workers run at a time if that is more."""
 MAX_SUBMITTED = 1024
 """The most jobs of one function that are submitted at a time."""
 MAX_INPUT_BYTES = 256 << 20
-"""If the inputs of all submitted jobs have this size, further inputs are read only for functions without submitted jobs."""
+"""If the inputs of all submitted jobs together have this size, further inputs are read only for functions without submitted jobs."""
 FULL_RETRY_S = 1.0
 """The pause after the revision refused a job, because its queue was full or it was being replaced."""
 

@@ -200,7 +200,7 @@ class Job:
 
 
 ENVELOPE: Mapping[str, Any] = {"bare": False}
-"""The `extra` of a job whose input may have the form `{"input": …}`, as the body of a call. Other inputs are the event itself."""
+"""The `extra` of a job whose input may have the form `{"input": …}`, like the body of a call. The input of other jobs is the event itself."""
 SHARED_FIELDS = (
     "function", "input", "owner", "priority", "content_type", "execution_timeout_s", "ttl_s", "max_attempts", "webhook",
     "traceparent", "source",

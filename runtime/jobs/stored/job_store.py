@@ -16,7 +16,7 @@ Fence: the start of an attempt increments the job's `attempts`. The new value is
 the fence with every change that it requests. So an attempt that reports after its job was requeued changes nothing.
 
 The start of an attempt is stored when the attempt has been sent to a worker, so that no start waits for the store. If
-the gateway dies in the milliseconds between, the job runs again, and the first run does not count as an attempt.
+the gateway dies between the sending and the storing, the job runs again, and the first run does not count as an attempt.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class JobQueries(Protocol):
     ) -> Job:
         """Return the owner's job with this id if `allows(function)` is true for its function.
 
-        Raises JobExpired if it was deleted and belonged to a function in `among`, else UnknownJob, or JobBodyMissing.
+        If there is no such job, raise UnknownJob, or JobExpired if it was deleted and belonged to a function in `among`.
+        Raise JobBodyMissing if its large input or output is missing.
         """
 
     async def newest(
@@ -68,7 +69,7 @@ class JobQueries(Protocol):
     ) -> list[Job]:  # fmt: skip
         """Return up to `limit` of the owner's jobs in these states (default: all), the newest first.
 
-        With `before_id`, return only jobs that are older than that job. Raises JobExpired or UnknownJob if that job is missing.
+        With `before_id`, return only jobs that are older than that job. Raise JobExpired or UnknownJob if that job is missing.
         """
 
     async def latest(
@@ -92,10 +93,10 @@ class JobQueries(Protocol):
         """
 
     async def counts(self, function: str, owner: str = ALL) -> JobCounts:
-        """Return the numbers of an owner's jobs of a function."""
+        """Return how many jobs of a function an owner has in each state."""
 
     async def all_counts(self) -> dict[str, JobCounts]:
-        """Return the numbers of each function's jobs."""
+        """Return how many jobs each function has in each state."""
 
     async def functions_waiting(self) -> list[str]:
         """Return the functions that have jobs in the queue, sorted."""
@@ -127,7 +128,7 @@ class JobRequests(Protocol):
 
         If a job with the same idempotency key exists, return (that job, True) and queue nothing. The new job has the id
         `new.wanted_id`, else `job_id`. Without both, the store makes an id. Only calls with `job_id` and without
-        `new.wanted_id`, or with an idempotency key, may be repeated. With `new.wanted_id`, the answer to the repeat says True.
+        `new.wanted_id`, or with an idempotency key, may be repeated. If the new job has `new.wanted_id`, the repeated call returns True.
 
         :raises IdempotencyConflict: if the job with the same key has another input.
         :raises JobConflict: if another job has the id: of another function or owner, or with another input.
@@ -141,27 +142,27 @@ class JobRequests(Protocol):
     async def retry(self, function: str, job_id: str, owner: str = ALL) -> Job:
         """Queue a FAILED or TIMED_OUT job again under its id, with new attempts and a new ttl. Return the job.
 
-        Raises JobConflict if the job is in another state or its function was deleted, or the errors of `get`.
+        Raise JobConflict if the job is in another state or its function was deleted, or the errors of `get`.
         """
 
     async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
         """Cancel an owner's queued jobs. Return their number.
 
-        With `running`, which is for a deleted function, also cancel the running jobs, and forbid the retry of ended jobs. They
-        count, too. Jobs that are submitted after the start of the purge are not cancelled.
+        With `running`, which is for a deleted function, also cancel the running jobs, and forbid the retry of ended jobs. Count
+        all of them. Jobs that are submitted after the start of the purge are not cancelled.
         """
 
     async def redeliver(self, function: str, delivery_id: str, owner: str = ALL) -> Delivery:
         """Make a delivery pending again, with the same id and a new count of attempts, and return it.
 
-        Raises UnknownDelivery if the owner has no delivery with this id.
+        Raise UnknownDelivery if the owner has no delivery with this id.
         """
 
     async def alert(self, alert: Alert) -> None:
         """Add the delivery of an alert, and store whether its condition has begun."""
 
     async def drop_alerts(self, function: str, conditions: Collection[str]) -> None:
-        """Delete the stored facts that conditions of a function have begun."""
+        """Delete the records that these conditions of a function have begun, so that no alert is sent for their ends."""
 
 
 class AttemptStore(Protocol):
@@ -176,7 +177,7 @@ class AttemptStore(Protocol):
         The first turn belongs to the next owner after `after`, by id. The jobs of one owner are in the order of their arrival.
         Jobs whose ttl has passed, jobs that another gateway has claimed, and jobs with an id in `known` are left out. Jobs that this
         gateway has claimed before are returned again. The list ends with the job whose input makes
-        the size of all inputs reach `most_bytes`. A job whose large input is missing is not returned: it has FAILED.
+        the size of all inputs reach `most_bytes`. A job whose large input is missing is not returned, but ends as FAILED.
         """
 
     async def unclaim(self, job_ids: Collection[str]) -> None:
@@ -208,7 +209,7 @@ class AttemptStore(Protocol):
         has ended the job with this outcome. If `requeue_dead` has queued the job again, and the attempt had stored
         no pieces, the attempt may still end the job while it waits.
 
-        Raises JobConflict if the state of the outcome is not final.
+        Raise JobConflict if the state of the outcome is not final.
         """
 
     async def requeue(
@@ -224,15 +225,15 @@ class AttemptStore(Protocol):
     async def add_pieces(self, job_id: str, fence: int, first_number: int, pieces: Sequence[bytes]) -> bool:
         """Store pieces of a streamed output. Pieces are numbered from 1, and `pieces[0]` has `first_number`.
 
-        Pieces that are already stored are skipped. Return False if `fence` is no longer the job's running
-        attempt. Raises JobConflict if there would be a gap between the stored pieces and `first_number`.
+        Pieces that are already stored are skipped. Return False if the job's running attempt does not have
+        this fence any more. Raise JobConflict if there would be a gap between the stored pieces and `first_number`.
         """
 
     async def set_progress(self, job_id: str, fence: int, progress: bytes) -> bool:
-        """Store a progress report. Return False if `fence` is no longer the job's running attempt."""
+        """Store a progress report. Return False if the job's running attempt does not have this fence any more."""
 
     async def tell_logs(self, job_id: str, fence: int, logs: str) -> bool:
-        """Add the webhook delivery of "logs". Return False if `fence` is no longer the job's running attempt."""
+        """Add the webhook delivery of "logs". Return False if the job's running attempt does not have this fence any more."""
 
 
 class JobStore(JobQueries, JobRequests, AttemptStore, Outbox, Protocol):
@@ -250,8 +251,8 @@ class JobStore(JobQueries, JobRequests, AttemptStore, Outbox, Protocol):
         """Finish all calls that have begun. Later calls raise JobStoreFailed."""
 
     async def requeue_dead(self, *, expired: bool = True) -> tuple[int, int]:
-        """Free the jobs that dead gateways have claimed. Queue the jobs again that they ran, or end a job if that was
-        its last attempt.
+        """Free the jobs that dead gateways have claimed, and queue the jobs again that dead gateways ran. End a job as
+        FAILED if it has no attempt left.
 
         A gateway is dead if it is no longer a member or, with `expired`, if its lease has ended. Return how many jobs
         are queued again, and how many have FAILED.

@@ -36,7 +36,7 @@ EXPIRY_RETRY_S = 5.0
 
 
 class Expiry:
-    """Expires the jobs of a store that have waited or have been kept for long enough, each at its time."""
+    """Expires each job of a store as soon as its ttl or its retention has passed."""
 
     def __init__(self, store: JobStore, keep_s: float, clock: SteadyClock) -> None:
         """Ended jobs are kept for `keep_s`. `clock` says how much the system's clock was set."""
@@ -146,8 +146,8 @@ class Jobs:
         await self.store.close()
 
     def prepare_with(self, prepare: Callable[[Job], Awaitable[Job]]) -> None:
-        """Run the job that `prepare` returns in place of each stored job. If `prepare` raises JobStoreFailed, the job
-        runs later.
+        """Call `prepare` with each stored job before it runs, and run the job that `prepare` returns. If `prepare` raises
+        JobStoreFailed, the job runs later.
         """
         self._dispatcher.prepare = prepare
 
@@ -216,7 +216,7 @@ class Jobs:
     ) -> AsyncIterator[tuple[Job, list[tuple[int, bytes]]]]:
         """Yield the job and its new pieces, numbered above `after`, until the job is final.
 
-        Yields at each change of the job, and after `every_s` without a change. Only the last job has its input and result.
+        Yield at each change of the job, and after `every_s` without a change. Only the last job has its input and result.
         """
         with self.watch(job_id) as news:
             while True:
@@ -243,7 +243,7 @@ class Jobs:
         self._dispatcher.wake(function)
 
     def forget(self, function: str) -> None:
-        """Cancel all jobs of a deleted function, in the background, and drop its counts."""
+        """Cancel all jobs of a deleted function, in the background, and drop the counts of its webhook attempts."""
         for key in [key for key in self._webhook_attempts if key[0] == function]:
             del self._webhook_attempts[key]
         self._tasks.create_task(self._forget(function))

@@ -4,7 +4,7 @@ SQLite writes a large body twice, and other jobs wait for its commit. A blob is 
 transaction that refers to it, and deleted after the transaction that drops it. Blobs to which no row refers are what
 a crash has left; the next start deletes them.
 
-The name of a blob is `SIZE-RANDOM-DIGEST`. It never changes, and so two names tell whether two bodies are equal.
+The name of a blob is `SIZE-RANDOM-DIGEST`. A blob never changes, so two names tell whether two bodies are equal.
 """
 
 from __future__ import annotations

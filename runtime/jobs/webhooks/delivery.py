@@ -71,7 +71,7 @@ class Delivery:
     owner: str = ""
     """The owner of the job, or of the function that an alert is about: the id of an API key."""
     body: bytes = b""
-    """The message. It is empty in lists of deliveries, and if it is made when it is sent."""
+    """The message. It is empty in lists of deliveries, and in a delivery whose message is made only for its sending."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Headers that continue the trace of the job's caller. They are empty in lists, and once the job is deleted."""
 

@@ -53,7 +53,7 @@ class AddressPolicy(Addresses):
     def socket(self, info: tuple[Any, ...]) -> socket.socket:
         """Return a socket for one result of `getaddrinfo`. aiohttp calls this method as its `socket_factory`.
 
-        Raises PermissionError if the address is not allowed. It is an OSError, so aiohttp tries the host's
+        Raise PermissionError if the address is not allowed. It is an OSError, so aiohttp tries the host's
         next address.
         """
         family, kind, protocol, _, address = info

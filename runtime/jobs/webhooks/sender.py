@@ -30,7 +30,7 @@ owners need not wait for receivers that do not answer.
 """
 MAX_REQUESTS_PER_HOST = 16
 MAX_SENDING_BYTES = 64 << 20
-"""Limit for the bytes of the messages that are made when they are sent: at most 8 of them at a time. Owners share it."""
+"""Limit for the bytes of the messages that are made when they are sent: 8 of the largest messages. Owners share the limit."""
 SIGNED_ON_LOOP_BYTES = 256 << 10
 TIMEOUT_S = 15.0
 PAUSE_S = 5.0

@@ -42,8 +42,8 @@ class SigningKey:
         return self._derived(self._signed_as(function))
 
     def of_owner(self, owner: str) -> SigningKey:
-        """Return the signing key of all jobs of an API key, which is the `owner`. Replicate, too, has one signing key
-        for each account.
+        """Return the key that signs the webhooks of all jobs of an owner, which is an API key. Replicate, too, has one
+        signing key for each account.
         """
         return self._derived(f"owner:{owner}")
 
@@ -80,7 +80,7 @@ class SigningKey:
 def load_key(documents: Documents, signed_as: Callable[[str], str] = str) -> SigningKey:
     """Return the gateway's key from its documents, or create it there. Blocks. For `signed_as` see SigningKey.
 
-    Raises GatewayError if the document is damaged or cannot be used.
+    Raise GatewayError if the document is damaged or cannot be used.
     """
     new = SigningKey(secrets.token_bytes(SECRET_BYTES)).secret.encode() + b"\n"
     secret = documents.update(SECRET_FILE, lambda stored: new if stored is None else stored) or b""
