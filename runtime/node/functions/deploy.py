@@ -64,7 +64,8 @@ class Deployment:
 
     The function's code is the folder `path` on this node, or an uploaded `archive`, which is a tar.gz. `overrides` are
     settings that take precedence over pilotflame.toml. With `install`, the deploy installs requirements that are not
-    met. With `check`, it starts a worker and waits until the worker is ready. `read_settings` describes `standalone`.
+    met. With `check`, it starts a worker and waits until the worker is ready. A `standalone` function runs in a
+    container that a platform has started and scales, so its [image] and [resources] do not count.
     """
 
     path: Path | None = None
@@ -99,8 +100,7 @@ class Preparation:
     """Returns the secrets of a function."""
     progress: DeployProgress
     check: Callable[[FunctionSettings, Mapping[str, str]], None]
-    """Raises an error if the deploy is refused. `run` calls it before it builds anything, with the settings and the result of `_outside`.
-    """
+    """Raises an error if the deploy is refused. `run` calls it before it builds anything, with the settings, and with the URLs and paths of the snapshots outside the code."""
     policies: DeployPolicies
     """Say whether a folder of this machine may be deployed, from where snapshots may be fetched, and which keys sign them."""
 
@@ -158,7 +158,7 @@ class Preparation:
         return request.path
 
     def _reuse(self, base: ReusedRevision, code_folder: Path) -> None:
-        """Copy the files that the upload lists but does not contain from the live revision. Raise BaseChanged if the
+        """Copy from the live revision the files that the upload lists but does not contain. Raise BaseChanged if the
         live revision is not `base`.
         """
         if self.request.authorize is not None:
@@ -188,8 +188,8 @@ class Preparation:
             update["concurrency"] = self.dialects.concurrency(folder, settings.handler)
         settings = settings.model_copy(update=update)
         if request.authorize is not None:
-            # The starts of a function with `after` show its deployer when the upstream functions are called. So the
-            # deployer must also have the right to deploy the upstream functions.
+            # A function with `after` starts workers when an upstream function is called, so its deployer can see these
+            # calls. So the deployer must also have the right to deploy the upstream functions.
             for name in (settings.name, *settings.after):
                 request.authorize(name)
         if request.base is not None and request.base.function != settings.name:
@@ -219,7 +219,9 @@ class Preparation:
     def _snapshots(
         self, staged: Path, settings: FunctionSettings, local: Mapping[str, Path]
     ) -> dict[str, StoredSnapshot]:
-        """Put the snapshots' manifests and assets into the staged folder. Return where the weights are, by name."""
+        """Put the snapshots' manifests and assets into the staged folder. Return where the weights of each snapshot
+        are, by the snapshot's name.
+        """
         rules = SourceRules(self.secrets_of(settings.name), self.policies, self.request.owner)
         live = self.store.function(settings.name).current()
         earlier = None if live is None else self.store.code(live).parent
@@ -240,7 +242,8 @@ class Preparation:
     ) -> StoredSnapshot:  # fmt: skip
         """Put the manifest and the assets of a snapshot into the staged folder. Return where its weights are.
 
-        `root` is where the weights are on this node. `earlier` is the folder of the live revision.
+        `root` is the path of the weights on this node; None if they are at a URL. `earlier` is the folder of the live
+        revision; None if there is none.
         """
         folder = folder_of(staged, name)
         part = settings.snapshot_part if not name else SnapshotPart()
@@ -291,11 +294,11 @@ def _local_snapshots(settings: FunctionSettings, folder: Path) -> dict[str, Path
 def worker_spec(
     store: Store, record: RevisionRecord, cache: Path, dialects: Dialects, policies: DeployPolicies
 ) -> WorkerSpec:
-    """Return the facts of a revision for its zygotes and workers. `cache` holds fetched snapshots. `policies` say what
-    may be used to fetch them.
+    """Return what a revision's zygotes and workers have to know about the revision. `cache` is the node's cache of
+    fetched snapshots. `policies` say which credentials and addresses a fetch may use.
 
-    If the dialect of the revision's handler is no longer installed, the start of a worker fails with an error that says
-    this.
+    If the dialect of the revision's handler is no longer installed, this function raises no error. The start of a
+    worker then fails, with an error that says this.
     """
     settings, folder = record.settings, store.code(record)
     entry = _entry(folder, record, dialects)
@@ -352,7 +355,9 @@ def _weights(code_folder: Path, name: str, stored: StoredSnapshot, cache: Path, 
 
 
 def fair_threads(settings: FunctionSettings) -> int:
-    """Return how many threads each worker of a function should use, so that all share the processors equally."""
+    """Return how many threads each worker of a function should use, so that all workers get an equal share of the
+    processors.
+    """
     # Give all workers together at most as many threads as there are processors. With more threads, they would be far
     # slower. A forward pass of MiniLM took 476 ms with 2 threads, and 11 ms with 1, while 2 processors were busy.
     return max(1, int(min(processors(), settings.resources.cpus or math.inf)) // settings.scale.max)
@@ -387,8 +392,8 @@ def choose_python(
     """Return the path of the Python that runs a function, and the digest of its requirements.
 
     If the requirements are not met, call `build`, which returns the Python of an environment that meets them. If
-    `build` is None, raise RequirementsError instead. Do not check the requirements of a function with an image.
-    `check_requirements` describes `stood_in`.
+    `build` is None, raise RequirementsError instead. Do not check the requirements of a function with an image. A
+    package in `stood_in` need not be installed, because workers have a stand-in for it.
     """
     text, name = function_requirements(code_folder, needs)
     digest = requirements.requirements_digest(text)
@@ -410,7 +415,7 @@ def requirements_of(spec: WorkerSpec, dialects: Dialects) -> str:
 
 
 def function_requirements(code_folder: Path, needs: Requirements) -> tuple[str, str]:
-    """Return the requirements of a function's code, and the name of the file that holds them, for messages."""
+    """Return the requirements of a function's code, and the name of their file. Error messages use this name."""
     file = code_folder / REQUIREMENTS_FILE
     try:
         text, name = _beginning(file) if file.is_file() else "", REQUIREMENTS_FILE

@@ -48,7 +48,8 @@ class Follower:
     changed function might still be unknown here, and a function with an unknown key counts as trusted.
     """
     _open: dict[str, _Change] = field(default_factory=dict, init=False)
-    # The newest change that was read, and the newest generation that `advanced` was called with.
+    # `_seen` is the generation of the newest change that was read. `_told` is the newest generation with which
+    # `advanced` was called.
     _seen: int = field(default=0, init=False)
     _told: int = field(default=0, init=False)
     _wanted: bool = field(default=False, init=False)
@@ -57,13 +58,13 @@ class Follower:
 
     @property
     def generation(self) -> int:
-        """The number of the newest change for which this gateway serves this change and all earlier changes."""
+        """The number of a change: this gateway serves all changes up to this number."""
         behind = [change.entry.generation - 1 for name, change in self._open.items() if self._lacks(name)]
         return min(behind, default=self._seen)
 
     def lags(self, function: str | None) -> bool:
         """Return True if this gateway does not serve the newest change of a function yet. With None, return True if
-        there is such a function.
+        this is so for any function.
         """
         return self._lacks(function) if function is not None else any(map(self._lacks, self._open))
 
@@ -92,9 +93,8 @@ class Follower:
         """Make the stored files match the index, and publish stored functions that the index never had. Call this
         before the stored functions are restored.
 
-        `first` is True if this gateway has never followed the index. Then also publish a stored function if the index
-        has only a deleted function of its name. If the index has a function of the same name as a stored function,
-        raise GatewayError.
+        `first` is True if this gateway has never followed the index. Then also publish a stored function if the
+        function of the same name in the index was deleted. If that function was not deleted, raise GatewayError.
         """
         store, entries = self.shared.store, await asyncio.to_thread(self.shared.index.changes, 0)
         self._seen = max((entry.generation for entry in entries), default=0)
@@ -155,8 +155,8 @@ class Follower:
         return deleted
 
     def _lacks(self, name: str) -> bool:
-        """Return True if this gateway does not serve the newest change of a function. This may also be its own change,
-        which `_read` may find before the gateway serves it.
+        """Return True if this gateway does not serve the newest change of a function. That may be a change by this
+        gateway itself, because `_read` may find the change before the gateway serves it.
         """
         change = self._open.get(name)
         return change is not None and self.shared.applied.get(name, 0) < change.entry.generation
@@ -211,7 +211,8 @@ class Follower:
             fetch = functools.partial(self.shared.fetch, entry.live)
             await self.rollouts.adopt(await self.shared.threads.run(fetch))
         elif live.function.paused == entry.paused and live.workers.inventory.exist:
-            # The change differs in nothing, so it is a restart. Replace the processes here, too.
+            # This gateway already serves the revision and the pause of the change, so the change is a restart. Replace
+            # the processes here, too.
             await self.rollouts.adopt(live.record)
         if functions.get(name).function.paused != entry.paused:
             await functions.pause(name, paused=entry.paused, followed=entry.generation)

@@ -61,8 +61,8 @@ class FunctionEvents:
     logged: list[Callable[[LogLine], None]] = field(default_factory=list)
     """Called with each line of a function's log when it is written."""
     removed: Callbacks[[str]] = field(default_factory=Callbacks)
-    """Called with a function's name when its deletion has ended and no process of it runs any more. It is not called if a new function
-    has the name by then: that function continues the counts.
+    """Called with a function's name when its deletion has ended and no process of it runs any more. It is not called if
+    a new function has the name by then, because the metrics of the new function continue the old counts.
     """
 
 

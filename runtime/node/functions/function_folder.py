@@ -35,7 +35,9 @@ class FunctionFolder:
         return sorted(found, key=lambda revision: (len(revision), revision))
 
     def leftovers(self) -> list[str]:
-        """Return the ids of the revisions of a deleted function that still ran calls, and so kept their code."""
+        """Return the ids of the revisions that have kept only their code: they still ran calls when their function was
+        deleted.
+        """
         return [revision for revision in self.ids() if not self._record_file(revision).exists()]
 
     def _record_file(self, revision: str) -> Path:
@@ -71,7 +73,9 @@ class FunctionFolder:
         return None
 
     def lost(self) -> LostRevision | None:
-        """Return a stand-in for the live revision if its files are damaged; None if they are not, or if no revision was live."""
+        """Return a stand-in for the live revision if its files are damaged; None if they are whole, or if no revision
+        was live.
+        """
         revision = ""
         try:
             if (found := private_files.read(self.live_file)) is not None:
@@ -158,7 +162,7 @@ def _is_whole(code: Path, record: RevisionRecord) -> bool:
 
 
 def _new_bytes(folder: Path, seen: set[int]) -> Iterator[int]:
-    """Yield the sizes of the files in `folder` whose inodes are not in `seen`, and add these to `seen`."""
+    """Yield the sizes of the files in `folder` whose inodes are not in `seen`, and add the inodes to `seen`."""
     # Do not use recursion: a function may make a tree that is deeper than Python's stack.
     folders = [folder]
     while folders:

@@ -58,7 +58,9 @@ class Live:
     def __init__(
         self, record: RevisionRecord, workers: RevisionWorkers, logs: LogChannel, told: Callable[[], list[str]] = list
     ) -> None:  # fmt: skip
-        """`told` returns present warnings about the function on the other gateways."""
+        """`told` returns the present warnings that gateways with the same database do not serve the latest change of
+        the function.
+        """
         self.record, self._told = record, told
         self.workers, self.revision = workers, workers.revision
         self.logs = logs
@@ -118,9 +120,9 @@ class Live:
     async def prove(self, *, check: bool, progress: DeployProgress, ready: int = 0) -> None:
         """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
 
-        With `check`, also start up to `ready` workers (at most `scale.max`) if the limits have room. These workers stay
-        when the revision goes live. The zygote also reports the facts of the handler. This method puts them into the
-        record, and configures the policy with them.
+        With `check`, also start further workers, so that there are `ready` in all, as far as `scale.max` and the other
+        limits allow. These workers stay when the revision goes live. The zygote also reports the facts of the handler.
+        This method puts them into the record, and configures the policy with them.
         """
         began_s = time.monotonic()
         progress.begin("import")
@@ -209,8 +211,8 @@ class Live:
 
     @property
     def cooled(self) -> tuple[str, datetime | None]:
-        """Why the function has no ready worker, and since when: the latest decision after which it held less. The text
-        is "" if the function has a ready worker, or if the reason is not known.
+        """Why the function has no ready worker, and since when: the latest decision after which it used less memory.
+        The text is "" if the function has a ready worker, or if the reason is not known.
         """
         decision, counts = self.function.decisions.cooled, self.workers.worker_counts()
         if counts.ready:
@@ -280,7 +282,9 @@ def policy_of(record: RevisionRecord, most_batch: int | None = None) -> Policy:
 
 
 def _tell_warning(progress: DeployProgress, line: LogLine) -> None:
-    """Pass on the gateway's warnings while the deploy waits for an import or a build."""
+    """If a log line is a warning of the gateway, add it to the progress of the deploy, which waits for an import or a
+    build.
+    """
     if (line.source, line.level) == ("gateway", "warning"):
         progress.note(line.text)
 

@@ -121,8 +121,8 @@ class Prewarming:
         self._timer: asyncio.TimerHandle | None = None
         # The owner of each function.
         self._owners: dict[str, str] = {}
-        # By owner, so that the calls of one owner's functions reveal nothing to other owners, and start no workers of
-        # other owners.
+        # The delays between calls of functions, by the owner of the functions. They are kept apart, so that calls of
+        # one owner's functions reveal nothing to other owners, and start no workers of other owners.
         self._upstreams: dict[str, Upstreams] = {}
         # By upstream function: the functions whose settings name it. Each call of the upstream function starts a worker
         # of each of them.
@@ -131,7 +131,7 @@ class Prewarming:
         self._expected: dict[tuple[str, str], _Expected] = {}
 
     def follow(self, name: str) -> None:
-        """Follow the signals of a function that has a new live revision."""
+        """Follow the schedules and the upstream functions of a function that has a new live revision."""
         live = self._functions.get(name)
         settings, owner = live.record.settings, live.record.deployed_by
         for schedule, left_s in list(self._alarms.put(name, settings.schedule, self._clock())):
@@ -144,7 +144,7 @@ class Prewarming:
             self._upstreams.setdefault(owner, Upstreams()).adopt(name, live.function.upstreams)
 
     def forget(self, name: str) -> None:
-        """Forget the signals of a deleted function."""
+        """Forget the schedules and the upstream functions of a deleted function."""
         self._alarms.drop(name)
         self._arm()
         self._declare(name, ())
@@ -238,8 +238,8 @@ class Prewarming:
             self._declared.setdefault(upstream, set()).add(name)
 
     def _expect(self, follower: str, name: str, cause: str, called_s: float, window: Window) -> None:
-        """Have a worker of `follower` ready during a window after the call of `name`. If an earlier call still makes
-        such a worker expected, only extend the window.
+        """Have a worker of `follower` ready during a window after the call of `name`. If the timer for an earlier call
+        of `name` still runs, only extend the window of that call.
         """
         until_s = called_s + window.until_s
         if (expected := self._expected.get((follower, name))) is not None:

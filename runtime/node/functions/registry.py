@@ -90,7 +90,7 @@ class Functions:
         return {name: live.workers.worker_counts() for name, live in self._live.items()}
 
     async def readings(self) -> list[Reading]:
-        """Return the metric of the functions that may not run."""
+        """Return the metric that lists the functions that may not run."""
         stopped: Numbers = {
             (name, live.function.stopped): 1 for name, live in self._live.items() if live.function.stopped
         }

@@ -15,7 +15,7 @@ from .registry import Functions
 from .revision_record import RevisionRecord
 from .revisions import Revisions
 
-# After a start of the gateway, a zygote is launched when the zygote before it is ready, or after this time.
+# After a start of the gateway, the launch of a zygote waits until the zygote before it is ready, but at most this long.
 WARM_TURN_S = 30.0
 LOST = "The stored files of the live revision of {} are damaged. The gateway's log names them."
 
@@ -26,7 +26,8 @@ class Restoration:
 
     functions: Functions
     revisions: Revisions
-    # The functions whose zygotes are launched now, and the functions whose weights must be read before they may run.
+    # `_warming` has the functions whose zygotes are launched now. `_unread` has the functions whose weights must be
+    # read before the functions may run.
     _warming: list[Live] = field(default_factory=list, init=False)
     _unread: list[Live] = field(default_factory=list, init=False)
 
@@ -78,7 +79,7 @@ class Restoration:
     async def _warm(self) -> None:
         """Launch zygotes one after the other. A slow zygote delays the next zygote by at most WARM_TURN_S.
 
-        If a function is called before its turn, it launches its zygote at once.
+        If a function is called before its turn, its zygote is launched at once.
         """
         for live in filter(self.functions.is_live, self._warming):
             light = live.builds_within(LIGHT_S)
@@ -86,7 +87,9 @@ class Restoration:
             await asyncio.wait([warm], timeout=WARM_TURN_S)
 
     async def _read_weights(self) -> None:
-        """Compare the local weights of functions with their signed digests, and let the functions run after that."""
+        """Compare the local weights of functions with their signed digests. Let each function run whose weights have
+        these digests.
+        """
         for live in filter(self.functions.is_live, self._unread):
             try:
                 fault = await self._fault(live.record, live.logs, read=True)
@@ -102,6 +105,6 @@ class Restoration:
 
 
 def _expected_waiting(live: Live) -> float:
-    """Return the seconds that a function's callers are expected to wait in each second without a zygote."""
+    """Return how long a function's callers are expected to wait if it has no zygote, in seconds of waiting per second."""
     ladder = live.function.ladder
     return ladder.step_down(live.record.function, RungName.ZYGOTE, RungName.LOCAL).waiting

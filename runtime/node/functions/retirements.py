@@ -64,7 +64,9 @@ class Retirements:
         )
 
     def retire(self, old: Live | None, name: str) -> None:
-        """Begin to retire the replaced revision of a function, if there is one, and to remove its old revisions."""
+        """Begin to retire the replaced revision of a function, if there is one, and to remove the files of the
+        function's old revisions.
+        """
         self._begin(self._retire(old, name), old)
 
     async def delete(self, name: str) -> None:

@@ -52,7 +52,7 @@ class Revisions:
     waiting: SharedRoom = field(default_factory=lambda: SharedRoom(MAX_WAITING_BYTES), init=False)
     """Limits the bytes of the bodies that wait in the queues of all functions, for each owner."""
     call_observers: list[str] = field(default_factory=list, init=False)
-    """Names the `CallObserver`s of all revisions that are made from now on, as `WorkerSpec.observers` does."""
+    """The functions of plugins ("package.module:name") that return the `CallObserver`s of all revisions made from now on."""
     running: set[Live] = field(default_factory=set, init=False)
     """All revisions that may have processes: live revisions, revisions that a deploy checks, retiring revisions."""
 
@@ -135,7 +135,8 @@ class Revisions:
         return spec
 
     def _curves(self, record: RevisionRecord, spec: WorkerSpec) -> LatencyCurveStore:
-        """Open the measured latency curves of revisions with the same `key` and the same weights.
+        """Open the measured latency curves of the revision. Revisions with the same `key` and the same weights share
+        them.
 
         So the key must contain everything that affects the speed of a revision's workers, except the weights.
         """

@@ -99,7 +99,7 @@ class Rollouts:
     async def _place(
         self, staged: Path, fields: RevisionFields
     ) -> tuple[RevisionRecord, PublishRevision, Callable[[], None]]:  # fmt: skip
-        """Place a staged revision. Return its record, and the calls that publish and withdraw it."""
+        """Place a staged revision. Return its record, and the functions that publish and withdraw it."""
         store, shared, packed, least = self.functions.store, self.functions.shared, None, 1
         with contextlib.ExitStack() as undo:
             if shared is not None:
@@ -141,8 +141,8 @@ class Rollouts:
     async def lacking(self, name: str, wanted: FileDigests, owner: str) -> tuple[str, list[str]]:
         """Return a function's live revision, and the paths of the `wanted` files that its code does not have.
 
-        The work counts for `owner` when owners share the threads. It ends if the caller is cancelled. Raise the errors
-        of `Functions.get`.
+        Owners share the threads fairly, and this work counts as work of `owner`. It ends if the caller is cancelled.
+        Raise the errors of `Functions.get`.
         """
         record, gone = self.functions.get(name).record, threading.Event()
         missing = functools.partial(lacking, self.functions.store.code(record), wanted, gone)
@@ -161,9 +161,11 @@ class Rollouts:
         return await self._revive(name, lambda live: live)
 
     async def rollback(self, name: str, revision: str | None = None) -> Live:
-        """Make the old revision live that `FunctionFolder.find` returns for `revision`, and return the function.
+        """Make an older revision live, and return the function. `revision` is the revision's id or number; None for the
+        newest revision before the live one.
 
-        It replaces the live revision as in a deploy. Raise the errors of `Functions.get` and of `FunctionFolder.find`.
+        The older revision is started and checked first, as in a deploy. Raise the errors of `Functions.get` and of
+        `FunctionFolder.find`.
         """
 
         def choose(live: RevisionRecord) -> RevisionRecord:
@@ -308,7 +310,9 @@ class Rollouts:
     def _check_new(
         self, settings: FunctionSettings, outside: Mapping[str, str], deployer: Deployer, progress: DeployProgress
     ) -> None:  # fmt: skip
-        """Check a deploy before anything is built. Raise the errors of `_check`, or SnapshotError."""
+        """Check a deploy before anything is built. Raise the errors of `_check`, or SnapshotError if other gateways
+        could not get the weights.
+        """
         self._check(settings, outside, deployer, progress)
         if self.functions.shared is not None:
             self.functions.shared.check(settings, outside)

@@ -40,7 +40,7 @@ class GatewayPeers:
     name: str
     """The name of this gateway."""
     generations: Callable[[], Mapping[str, int]]
-    """Returns the newest change that each living gateway has followed, by the gateway's name. The result may include this gateway."""
+    """Returns the generation up to which each living gateway has followed the changes, by the gateway's name. The result may include this gateway."""
     news: asyncio.Condition
     """Notified when `generations` may return something else."""
 
@@ -58,12 +58,12 @@ class SharedRevisions:
     dialects: Dialects
     threads: FairThreads
     applied: dict[str, int] = field(default_factory=dict, init=False)
-    """The latest change of each function that this gateway serves."""
+    """For each function, the generation of the latest change that this gateway serves."""
     failures: dict[str, str] = field(default_factory=dict, init=False)
-    """Why this gateway cannot serve the latest change of a function."""
-    # The changes that this gateway has made, by function.
+    """For each function whose latest change this gateway cannot serve, the reason."""
+    # For each function, the generation of the latest change that this gateway has made.
     _made: dict[str, int] = field(default_factory=dict, init=False)
-    # The changes that this gateway has committed, and does not serve yet.
+    # For each function, the generation of a change that this gateway has committed and does not serve yet.
     _committed: dict[str, int] = field(default_factory=dict, init=False)
     # The gateways that did not follow a change in time, with the generations that they had then. `settle` does not wait
     # for such a gateway while it has the same generation.
@@ -77,8 +77,8 @@ class SharedRevisions:
             raise SnapshotError(fault, remedy=remedy)
 
     def warnings(self, name: str) -> list[str]:
-        """Return a warning if this gateway does not serve the latest change of a function, and one if other gateways do
-        not.
+        """Return a warning if this gateway does not serve the latest change of a function, and a warning if other
+        gateways do not serve it.
         """
         found = []
         if failure := self.failures.get(name):
@@ -108,9 +108,9 @@ class SharedRevisions:
         return entry is None or entry.deleted
 
     async def check_served(self, name: str, record: RevisionRecord | None) -> None:
-        """Raise UnknownFunction if another gateway has created or deleted a function, or deployed it for another owner,
-        and this gateway has not followed yet. `record` is the record of the function that this gateway serves; None if
-        it serves none of this name.
+        """Raise UnknownFunction if this gateway has not yet followed a change in which another gateway has created the
+        function, deleted it, or deployed it for another owner. `record` is the record of the function that this gateway
+        serves; None if it serves no function of this name.
         """
         entry = await asyncio.to_thread(self.index.entry, name)
         there = None if entry is None or entry.live is None else RevisionRecord.parse(entry.live.record)
@@ -185,8 +185,8 @@ class SharedRevisions:
             self.applied[name] = generation
 
     async def settle(self, name: str) -> None:
-        """Wait until the other gateways serve the latest change that this gateway has made to a function. After
-        SETTLE_S, stop waiting for the gateways that do not serve it.
+        """Wait until the other gateways serve the latest change that this gateway has made to a function, but at most
+        SETTLE_S.
         """
         generation = self._made.get(name, 0)
         with contextlib.suppress(TimeoutError):
@@ -221,8 +221,8 @@ class SharedRevisions:
         return self.store.place(staged, record)
 
     def fetch_old(self, live: RevisionRecord, wanted: str | None) -> RevisionRecord:
-        """Choose one of the revisions in the index as `FunctionFolder.find` does, and bring it to this node. Return its
-        record. Blocks.
+        """Choose a revision from the index, and bring it to this node. Return its record. Blocks. `wanted` is the
+        revision's id or number; None for the newest revision before the live one.
         """
         stored = {one.revision: one for one in self.index.revisions(live.function)}
         among = [RevisionRecord.parse(one.record) for one in stored.values()]
@@ -269,7 +269,7 @@ class SharedRevisions:
 
     def _behind(self, generation: int, *, waits: bool = True) -> dict[str, int]:
         """Return the generations of the other gateways that have not followed a change, by their names. If `waits`,
-        leave out the gateways that were given up.
+        leave out the gateways for which `settle` does not wait any more.
         """
         given_up = self._given_up if waits else {}
         found = self.peers.generations().items()

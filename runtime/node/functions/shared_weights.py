@@ -3,10 +3,11 @@
     <state dir>/weights/<SHA-256> a file that is hard-linked into the code of each revision that has it; an executable
     file has the ending -x
 
-Weights are the files of a snapshot inside the function's folder, files with the usual endings, and copies of the assets
-beside weights elsewhere. Their names and times do not matter. The digest is computed from the bytes, never taken from a manifest, so no deploy can obtain a file
-that it did not contain. A shared file is read-only, because a change in place would change all revisions that have it.
-If it has only one hard link, no revision has it any more.
+Weights are the files of a snapshot inside the function's folder, files whose names end as weights usually do (ENDINGS),
+and copies of the assets of a snapshot outside that folder. Their names and times do not matter. The digest is computed
+from the bytes, never taken from a manifest, so no deploy can obtain a file that it did not contain. A shared file is
+read-only, because a change in place would change all revisions that have it. If it has only one hard link, no revision
+has it any more.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SharedWeights:
         self._folder = folder
 
     def share(self, code: Path, snapshots: Collection[Path]) -> None:
-        """Replace the weights in the folder `code`, a staged copy, by hard links.
+        """Replace the weights in the folder `code`, a staged copy, by hard links to the shared files.
 
         `snapshots` are the files or folders of the function's snapshots.
         """

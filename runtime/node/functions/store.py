@@ -159,7 +159,7 @@ class Store:
         self.copies = re.compile(
             rf"{re.escape(str(root))}/(?:functions/[^/\s]+|staging)/[^/\s]+/{CODE_FOLDER}/"
         )
-        """Matches the paths of copied code in a text, up to the name of the file in the function's folder."""
+        """Matches, in a text, the folder of a revision's code at the beginning of a path. The rest of the path is the path in the function's folder."""
         self.weights = shared_weights.SharedWeights(root / shared_weights.FOLDER)
         self._staging = Staging(root / "staging", report)
         self.computed = ComputedFiles(root, retention, self._staging)
@@ -175,8 +175,8 @@ class Store:
             for half_written in (*path.glob(".current.*"), *path.glob(f"*/.{RECORD_FILE}.*")):
                 half_written.unlink()
             self._discard_deleted(FunctionFolder(path, self._report))
-            # Remove an empty folder. The gateway crashed during the function's first deploy, before the revision was
-            # moved here, or after the deletion of the function.
+            # Remove the folder if it is empty. The gateway has crashed during the function's first deploy, before the
+            # revision was moved here, or after the function was deleted.
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
         self.computed.keep({path.name for path in self._functions.glob("*/")})
@@ -292,8 +292,8 @@ class Store:
         The revisions in `busy` keep their code until `sweep`, and can be neither listed nor made live.
         """
         folder, aside = self.function(name), self._staging.aside(name)
-        # Remove the compiled code and the prefixes first. Then a crash in between leaves them to no new function of this
-        # name.
+        # Remove the compiled code and the prefixes first. Then a new function of this name does not get them after a
+        # crash in between.
         self.computed.discard(name)
         with self._lock:
             if not folder.path.is_dir():

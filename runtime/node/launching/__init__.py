@@ -1,4 +1,4 @@
-"""Launches the processes of revisions: zygotes, workers, and the node's fetcher.
+"""Launches the zygotes and workers of revisions, and the node's fetcher.
 
 Start reading at `launcher.py`, the interface that `reconciling` uses. `process_launcher.py` implements it with
 processes of this machine, and `container_launcher.py` with containers (`container.py`) of docker or podman

@@ -23,7 +23,7 @@ from ...ground.settings.resources import PIDS, Resources
 CONTROLLERS = {"memory": "memory_mb", "cpu": "cpus"}
 # The controller that counts processes and threads. If the machine has it, each group gets it, with the limit PIDS.
 COUNTER = "pids"
-# In version 2, the gateway moves itself into this group, below its own group.
+# In version 2, the gateway moves itself from its own group into this group, which is below its own group.
 GATEWAY_GROUP = "pilotflame-gateway"
 MOST_MOVES = 10
 CPU_PERIOD_US = 100_000

@@ -98,8 +98,8 @@ class Confinements:
                 self._clean = True
 
     def _make_tmp(self, spec: WorkerSpec) -> Path | None:
-        """Return a new folder for temporary files. If it cannot be made, return None if `tmp_mb` is not set, else raise
-        LauncherError.
+        """Return a new folder for temporary files. If the folder cannot be made, raise LauncherError if `tmp_mb` is
+        set, and otherwise return None.
         """
         size_mb = spec.resources.tmp_mb
         try:

@@ -47,7 +47,7 @@ LAST_START_TIMEOUT_S = 5.0
 SMALL_TMPFS = dict.fromkeys(("/run", "/var/tmp"), "rw,nosuid,nodev,noexec,size=1m")  # noqa: S108
 COMMAND = ("python", "-m", "pilotflame.zygote", "base")
 OPEN_FILES = 4096
-# The limit of a container if its function does not set it.
+# The size of a container's folder for files, in MiB, if the function does not set `resources.tmp_mb`.
 TMP_MB = 1024
 # The file with the largest number of processes and threads that this machine can have.
 PID_MAX = Path("/proc/sys/kernel/pid_max")
@@ -57,7 +57,7 @@ _MIB = 1 << 20
 
 
 class WeightFolders:
-    """Keeps the folders of the node's cache that containers mount in place, also while the cache evicts their files."""
+    """Keeps the folders of the node's cache that containers mount. They stay even while the cache evicts their files."""
 
     def __init__(self, budgets: Budgets, tasks: asyncio.TaskGroup) -> None:
         self._budgets, self._tasks = budgets, tasks
@@ -121,7 +121,7 @@ class ContainerLauncher:
     ) -> None:
         """`url` is the socket of the engine. `gateway` identifies the containers of this gateway.
 
-        Workers are placed on `gpus`, which CDI names by `cdi_kind`.
+        Workers are placed on `gpus`. `cdi_kind` is their kind in the Container Device Interface (CDI).
         """
         self._log, self._gpus, self._cdi_kind = log, gpus, cdi_kind
         self._listener, self._tasks, self._gateway = listener, tasks, gateway
@@ -260,7 +260,8 @@ class ContainerLauncher:
     ) -> ContainerChild:
         """Return the container's first process once it has connected.
 
-        Raise `error`, which the engine has reported, or LauncherError if the container ends first.
+        Raise `error`, which the engine has reported, unless it is None. Raise LauncherError if the container ends
+        first, or does not connect in time.
         """
         if self._engine.closing:
             raise LauncherError(SHUTTING_DOWN)
@@ -354,8 +355,8 @@ def _mount(path: Path, *, writable: bool = False) -> dict[str, Any]:
 
 
 def _limits() -> Iterator[dict[str, Any]]:
-    """Yield the limits of each process. An engine may be unable to set a limit that is higher than the gateway's own
-    limit.
+    """Yield the limits of each process. No limit exceeds the gateway's own limit, because an engine may be unable to
+    set a higher limit.
 
     The kernel counts all processes of a user on the machine against `nproc`. So `nproc` is the largest number of
     processes that the machine can have, and `PidsLimit` limits the processes of the container.

@@ -31,7 +31,8 @@ from .started_process import StartedProcess
 
 LOG = logging.getLogger(__name__)
 HOLD_TIMEOUT_S = 300.0
-# How long all weights of a hold may take to arrive. The fetcher and the workers may wait for the rest of this time.
+# From the beginning of a hold, all its weights may take this long to arrive. The fetcher and the workers wait until
+# that time is over.
 WEIGHTS_TIMEOUT_S = 3600.0
 SHARE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -43,8 +44,8 @@ _T = TypeVar("_T")
 class Sharing:
     """How this node exchanges chunks with other nodes. It serves chunks on `host` and `port`.
 
-    `urls` are the URLs of the other nodes. `token` is the secret that all nodes share. `certificate` is the chain and the key, in
-    PEM files, for TLS.
+    `urls` are the URLs of the other nodes. `token` is the secret that all nodes share. `certificate` has the paths of
+    two PEM files for TLS: the chain and the key.
     """
 
     host: str
@@ -95,7 +96,9 @@ class FetchProgress:
 
 
 class ResidentWeights:
-    """The snapshots that are in memory, and the users that want them there without a hold."""
+    """The snapshots that are in memory, and the users that want them to stay there after their holds. A user is an
+    object that a caller has passed to `FetcherClient.hold`.
+    """
 
     def __init__(self) -> None:
         self._used: dict[object, dict[str, str]] = {}

@@ -26,8 +26,8 @@ def exist() -> bool:
 
 
 def find_driver() -> GpuDriver:
-    """Return the driver of this machine's GPUs. AMD's is returned if only AMD's kernel module is loaded, or if neither
-    is loaded and only AMD's library finds GPUs; else NVIDIA's.
+    """Return the driver of this machine's GPUs. It is AMD's driver if only AMD's kernel module is loaded, or if no
+    module is loaded and only AMD's library finds GPUs. Otherwise it is NVIDIA's driver.
     """
     nvidia, amd = NvidiaDriver(), AmdDriver()
     if not NVIDIA_MODULE.exists() and (AMD_MODULE.exists() or (not nvidia.uses() and amd.uses())):
@@ -36,8 +36,8 @@ def find_driver() -> GpuDriver:
 
 
 def names_within(given: Sequence[str], ids: Iterable[str]) -> list[str]:
-    """Return the names that the GPUs `ids` have in a container. The container numbers the GPUs that it is `given` from
-    0. An id that is not a number stays the same.
+    """Return the names that the GPUs `ids` have in a container. `given` are all GPUs of the container, which numbers
+    them from 0. An id that is not a number stays the same.
     """
     numbers = sorted(int(one) for one in given if one.isdecimal())
     return [str(numbers.index(int(one))) if one.isdecimal() else one for one in ids]

@@ -17,7 +17,7 @@ class WorkerSource(Protocol):
     """A launched revision, which starts its workers."""
 
     facts: dict[str, Any]
-    """`Handler.facts` of the handler."""
+    """What `Handler.facts` has returned for the revision's handler."""
     spawn_reason: str
     """Why workers are spawned instead of forked; empty if they are forked."""
 

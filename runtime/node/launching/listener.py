@@ -23,7 +23,8 @@ from ...ground.telemetry.logs import Log
 _log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-# The pause after a connection could not be accepted, as in asyncio. No event says when a descriptor becomes free.
+# The pause after a connection could not be accepted. asyncio pauses for the same time. No event says when a descriptor
+# becomes free.
 ACCEPT_RETRY_S = 1.0
 MAX_HELLO_BYTES = 4096
 # If more connections than this wait for their HELLO, close the oldest connection. Otherwise, silent connections could
@@ -113,8 +114,8 @@ class Listener:
             greeting.read()
 
     def hello(self, sock: socket.socket, token: str, role: str, mark: str = "") -> bool:
-        """Hand over a connection that sent HELLO. Return False if the connection is refused; the caller must then close
-        it.
+        """Pass a connection that sent HELLO to the code that expects it. Return False if the connection is refused; the
+        caller must then close it.
         """
         name, _, secret = token.partition(".")
         expected = self._expected.get(name)
@@ -191,7 +192,8 @@ class _Greeting:
         self._sock.close()
 
     def read(self) -> bool:
-        """Read the bytes of the HELLO that have arrived, but no bytes after the HELLO. Return False if some are missing.
+        """Read the bytes of the HELLO that have arrived, but no bytes after the HELLO. Return False if bytes of the
+        HELLO are still missing.
 
         Once the HELLO is complete, hand over the connection or close it.
         """

@@ -36,8 +36,8 @@ class NvidiaDriver(GpuDriver):
     def environment(self, ids: Sequence[str], memory_mb: int | None) -> dict[str, str]:
         found = {self.visible: ",".join(ids)}
         if ids and memory_mb is not None:
-            # Each limit is for a GPU's number among the GPUs that the worker sees. Without MPS, the driver ignores the
-            # variable.
+            # Each limit names a GPU by its number among the GPUs that the worker sees. Without MPS, the driver ignores
+            # the variable.
             found[MPS_MEMORY] = ",".join(f"{number}={memory_mb}M" for number in range(len(ids)))
         return found
 
@@ -65,8 +65,8 @@ def _opened() -> Iterator[Any]:
 
 
 def _parts(nvml: ModuleType) -> Iterator[tuple[int, Any, bool]]:
-    """Yield each GPU, or the slices of a GPU that is cut into slices: the GPU's number, the handle, and True for a
-    whole GPU.
+    """Yield each GPU. If a GPU is cut into slices, yield each of its slices instead. Each comes as the GPU's number, a
+    handle, and True for a whole GPU.
     """
     for number in range(nvml.nvmlDeviceGetCount()):
         try:

@@ -61,11 +61,11 @@ class ProcessLauncher:
         self._listener, self._tasks = listener, tasks
         self._confinements = Confinements(state, cache)
         self._removing_left = tasks.create_task(asyncio.to_thread(self._confinements.remove_left))
-        # The specs and their confinements, by the id of the spec. The spec stays in memory, so that no other spec gets
-        # its id. Threads make the confinements.
+        # The specs and their confinements, by the id of the spec. An entry keeps its spec in memory, so that no other
+        # spec gets the same id. Threads make the confinements.
         self._confined: dict[int, tuple[WorkerSpec, asyncio.Future[Confinement]]] = {}
         self._bases: dict[BaseKey, ZygoteProcess] = {}
-        # For each base, what `_installed` returned before its start.
+        # For each base, what `_installed` returned when the base was last started or used.
         self._seen: dict[BaseKey, int] = {}
         # Bases that were replaced. `_end_replaced` ends each of them once it has no child any more.
         self._replaced: list[ZygoteProcess] = []
@@ -131,8 +131,8 @@ class ProcessLauncher:
         if specs or key not in self._specs:
             return
         del self._specs[key]
-        # Keep a lock that a launch holds: launches that come meanwhile wait for that lock, and then use the same base. A launch that
-        # went on after an earlier call may have left no lock.
+        # Keep a lock that a launch holds: launches that come meanwhile wait for that lock, and then use the same base.
+        # There may be no lock: an earlier call may have removed it while a launch still waited for it.
         if (lock := self._starting.get(key)) is not None and not lock.locked():
             del self._starting[key]
         if (base := self._bases.pop(key, None)) is not None:
@@ -259,8 +259,8 @@ class ProcessLauncher:
 
 def _installed(python: str) -> int:
     """Return a number that changes when packages are installed for the gateway's Python. Return 0 if running bases of
-    `python` must not be replaced: for another Python, whose packages do not change, and after an upgrade of pilotflame,
-    because only the next gateway can use bases of the new release.
+    `python` must not be replaced. This is so for another Python, because its packages do not change. It is also so
+    after an upgrade of pilotflame, because only the next gateway can use bases of the new release.
     """
     if python != sys.executable or importlib.metadata.version("pilotflame") != __version__:
         return 0
@@ -296,8 +296,8 @@ async def _spawn_base(python: str, request: dict[str, Any], output: ChildOutput)
 
 
 def environment(python: str) -> dict[str, str]:
-    """Return the environment of a base that runs `python`: without credentials of the gateway, without thread pools, and
-    with ASK_WITHOUT_USE.
+    """Return the environment variables of a base that runs `python`: the variables of the gateway that functions
+    inherit, SINGLE_THREADED and ASK_WITHOUT_USE.
     """
     kept = {key: value for key, value in os.environ.items() if _passes(key, value)}
     # Set PYTHONPATH only for the gateway's Python. In an environment of requirements, a .pth file names these folders,
@@ -317,8 +317,8 @@ def _passes(key: str, value: str) -> bool:
 def _name_dropped(error: HandlerError, given: Set[str]) -> None:
     """Say in the remedy of a failed import that the function does not inherit the variable that the import lacks.
 
-    `given` are the variables that the function has in other ways. No other variable is named, because the function's code is
-    not to learn which variables the gateway has.
+    `given` are the variables that the function gets in other ways. Name only the variable that the import lacks: the
+    function's code must not learn which other variables the gateway has.
     """
     found = re.search(r": KeyError: '(\w{2,})'$", error.message)
     name = found[1] if found and error.details.get("exception") == "KeyError" else ""

@@ -136,7 +136,9 @@ class ZygoteProcess:
         self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None], secrets: Mapping[str, str] = NO_SECRETS,
         confinement: Confinement | None = None,
     ) -> ZygoteSource:  # fmt: skip
-        """Fork the zygote of a revision from this base, as `Launcher.launch` describes."""
+        """Fork the zygote of a revision from this base, and return once its handler is built. Call `on_death` if the
+        zygote dies. Raise HandlerError or LauncherError.
+        """
         child = await self.fork("zygote", "zygote", logs, spec, confinement)
         zygote = self._make_zygote(child, on_death)
         send_secrets(child, secrets)
@@ -171,7 +173,9 @@ class ZygoteProcess:
         return ZygoteProcess(child, self._listener, on_death)
 
     async def wait_built(self, timeout_s: float) -> dict[str, Any]:
-        """Return the head of a base's BUILT frame. Raise LauncherError."""
+        """Wait for a base's BUILT frame, and return the frame's head. Raise LauncherError if the base ends or takes
+        longer than `timeout_s`.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._built

@@ -100,8 +100,8 @@ class IdleMemoryLimit:
         self._loop = asyncio.get_running_loop()
         self._pressure = MemoryPressure(self._start_relief)
         self._relieving, self._reported = asyncio.Lock(), False
-        # The last measurement of each function. It is used again if the function has not changed since the last check,
-        # as most of a thousand functions have not.
+        # The last measurement of each function. A check uses it again if the function has not changed since then. Most
+        # of a thousand functions have not.
         self._measured: dict[str, tuple[FunctionMemory, IdleStats]] = {}
         # The functions that the next check must compute again: they were busy, or the memory of one of their rungs was
         # not known.
@@ -253,7 +253,7 @@ def _noted(live: Live, memory: FunctionMemory) -> IdleStats:
 
 
 def _candidates(live: Live, private_bytes: float | None, *, weights: bool) -> Iterator[EvictionCandidate]:
-    """Yield the steps down that a function can take now, from its present rung on.
+    """Yield the steps down that a function can take now, from its present rung to the lowest.
 
     `private_bytes` is the private memory of its workers, or None if the workers must stay. With `weights`, fetched
     weights may also leave the memory.

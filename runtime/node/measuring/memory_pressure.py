@@ -17,7 +17,8 @@ from pathlib import Path
 
 from ....machine import CGROUPS, PROC, limits, physical_memory
 
-# Memory is short if more than SHORT_SHARE of a limit cannot be reclaimed. Then it is freed down to EASY_SHARE.
+# Memory is short if more than SHORT_SHARE of a limit cannot be reclaimed. Then memory is freed until only EASY_SHARE
+# cannot be reclaimed.
 SHORT_SHARE, EASY_SHARE = 0.8, 0.7
 # PSI trigger: a task waited for memory, for 200 ms within a window of 2 s. Windows of 2 s need no privilege.
 TRIGGER = b"some 200000 2000000\0"

@@ -39,7 +39,7 @@ class NodeProcesses:
 
 
 class Metering:
-    """Tells the accounts of functions, of the bases and of the gateway how much memory, disk and devices these use."""
+    """Tells the accounts of functions, of the bases and of the gateway how much memory, disk and devices they use."""
 
     def __init__(self, functions: Functions, ledger: Ledger) -> None:
         self._functions, self._ledger = functions, ledger
@@ -50,7 +50,9 @@ class Metering:
             ledger.open_node(name, self._processes)
 
     def forget(self, function: str) -> None:
-        """Forget the figures of a deleted function, or of one with fewer files, whose files are then measured again."""
+        """Forget the figures of a function that was deleted, or whose files became fewer. If the function still exists,
+        its files are measured again.
+        """
         self._told.pop(function, None)
 
     def close(self) -> None:
@@ -58,7 +60,7 @@ class Metering:
             self._ledger.account(name).detach(self._processes)
 
     async def tell(self, found: NodeMemory) -> float:
-        """Tell the accounts of a measurement. No further measurement is needed, so return infinity."""
+        """Tell the accounts the figures of a measurement. No further measurement is needed, so return infinity."""
         for name, held_bytes in ((GATEWAY, found.gateway_bytes), (BASES, found.bases_bytes)):
             self._ledger.account(name).measured(Footprint(rest_gb=held_bytes / GB))
         for live in self._functions.all():

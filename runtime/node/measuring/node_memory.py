@@ -32,16 +32,16 @@ GATEWAY, BASES = "(gateway)", "(bases)"
 # While there are workers, it is repeated every EVERY_S.
 FIRST_S, SETTLE_S = 1.0, 10.0
 EVERY_S = 60.0
-# After a measurement, the next one pauses for PAUSE times its processor time. So measurements take at most 2 % of a
-# core. `latest` pauses for ASKED_PAUSE times the processor time, which is 10 % of a core, and for at least FRESH_S. It
-# measures earlier if a process has started or ended.
+# The pause after a measurement is PAUSE times the processor time that the measurement took. So measurements take at
+# most 2 % of a core. `latest` returns the last measurement for ASKED_PAUSE times that processor time (10 % of a core),
+# and for at least FRESH_S, unless a process has started or ended.
 PAUSE, ASKED_PAUSE = 50.0, 10.0
 FRESH_S = 1.0
 # To read the memory map of a process with torch takes about 10 ms, and a fork of this process waits meanwhile. So a
 # measurement stops when a worker starts, unless the last complete measurement is older than OLDEST_S.
 OLDEST_S = 60.0
-# PSS divides shared pages by the number of processes. If this number changes by a share, a PSS that is not measured
-# again is wrong by about the same share.
+# PSS divides shared pages by the number of processes. If this number changes by 10 %, a PSS that is not measured again
+# is wrong by about 10 %, too.
 DRIFT = 0.1
 # A caller of `latest` waits for a new measurement for at most this time, and then gets the last measurement.
 WAIT_S = 2.0
@@ -92,7 +92,7 @@ NO_MEMORY = FunctionMemory()
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """The memory of all processes. A function that was not measured again keeps its previous object."""
+    """The memory of all processes. A function that was not measured again keeps its previous FunctionMemory object."""
 
     gateway_bytes: int
     """Memory of the gateway and its fetcher."""
@@ -111,7 +111,7 @@ class NodeMemory:
 
 
 _Processes = list[tuple[int, str]]
-"""The pid and the role of processes. The role of one idle worker of a function is "idle"."""
+"""The pid and the role of each process. If a function has idle workers, one of them has the role "idle"."""
 
 
 class MemoryMeter:
@@ -141,8 +141,8 @@ class MemoryMeter:
         self._count = 0
         # The memory of each function at its last measurement.
         self._held: dict[str, FunctionMemory] = {}
-        # The functions whose processes have started or ended since the function was last measured, and the functions whose
-        # workers were measured before.
+        # `_changed` has the functions whose processes have started or ended since the last measurement of the function.
+        # `_known` has the functions whose workers were measured before.
         self._changed, self._known = set[str](), set[str]()
         events = revisions.functions.events
         for notice in (events.processes, events.activated, events.live, events.pruned, events.removed):

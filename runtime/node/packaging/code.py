@@ -289,7 +289,8 @@ _STARS = re.compile(r"\*+")
 def _ignored(root: Path, *, simple: bool = False) -> GitIgnoreSpec:
     """Return the patterns of the files that are left out: the built-in patterns, and the patterns of the ignore file in `root`.
 
-    If `simple`, skip long lines and lines with many stars. The time for a file name of n characters and k stars is up to n**k.
+    If `simple`, skip long lines and lines with many stars. To match a file name of n characters with a line of k stars
+    takes up to n**k steps.
     """
     # Imported here because the import takes at least 10 ms, and only deploys need it.
     from pathspec import GitIgnoreSpec  # noqa: PLC0415

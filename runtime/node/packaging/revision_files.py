@@ -36,7 +36,9 @@ REMEDY = (
 
 
 class PackedFiles(NamedTuple):
-    """The files of a revision in an open file without a name."""
+    """The files of a revision, packed into an open temporary file. `name` is the name under which `RevisionFiles`
+    stores them.
+    """
 
     file: IO[bytes]
     name: str
@@ -120,8 +122,8 @@ def _add_all(tar: tarfile.TarFile, folder: Path, code: str, local: Collection[st
 
 
 def _travelling(folder: Path, code: str, local: Collection[str]) -> Iterator[Path]:
-    """Yield all paths in `folder`, except the `local` files. Also yield files of the code, and assets, that have the
-    name of a local file.
+    """Yield all paths in `folder`, except files with a name in `local`. But yield such a file if it belongs to the code
+    or to the assets.
     """
     for path in sorted(folder.rglob("*")):
         above = path.relative_to(folder).parts[:-1]

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ....snapshot.sources.source import ReportProgress, Source
 
 MANIFEST_FILE = "manifest.json"
-# Holds the files of a snapshot that are not weights, such as config and tokenizer. For a local snapshot, it also has links to
-# the weights and to all else beside them.
+# Holds the files of a snapshot that are not weights, such as config and tokenizer. For a local snapshot, it also has
+# links to the weights and to the other files beside the weights.
 ASSETS_FOLDER = "assets"
 # Has the versions of local shards whose bytes a deploy has compared with the manifest, by the names of the shards.
 VERSIONS_FILE = "versions.json"
@@ -67,11 +67,11 @@ def describe_local(
     stored: bool,
 ) -> None:
     """Write a manifest of the weights into `folder`: the manifest beside the weights, if there is one, or else a new
-    manifest. Also write the versions of the weights that were compared with it, and unless the weights are `stored` with
-    the revision, copies of the assets.
+    manifest. Also write the versions of the weights that were compared with the manifest. Unless the weights are
+    `stored` with the revision, also write copies of the assets.
 
     `earlier` is the folder of the same snapshot in the live revision. A file that was compared for the live revision,
-    and has not changed since, is not read again. Raises SignatureInvalid if a signature is required and missing, and
+    and has not changed since, is not read again. Raise SignatureInvalid if a signature is required and missing, and
     SnapshotCorrupt if the manifest describes another file.
     """
     from ....snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
@@ -134,8 +134,8 @@ def compare_received(snapshot: Path, folder: Path) -> None:
 
 
 def _compared_earlier(manifests: Iterable[Manifest], folder: Path | None) -> dict[str, str]:
-    """Return the versions of the shards that were compared with one of the manifests for the revision in `folder`;
-    nothing if its manifest differs from all of them.
+    """Return the versions of the shards that were compared for the revision in `folder`, if its manifest is one of
+    `manifests`; otherwise return nothing.
     """
     from ....snapshot.format.manifest import Manifest  # noqa: PLC0415
 
@@ -177,7 +177,7 @@ def describe_remote(url: str, folder: Path, part: SnapshotPart, log: WriteLine, 
     """Fetch a remote snapshot's manifest and assets into `folder`. The zygote needs them before the weights.
 
     Return the URL from which the revision's weights are fetched. If `url` names a branch, the returned URL names the
-    branch's present commit. Raises SignatureInvalid if a signature is required and missing, and SourceError if a web
+    branch's present commit. Raise SignatureInvalid if a signature is required and missing, and SourceError if a web
     server needs more than DESCRIBE_S.
     """
     from ....snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
@@ -217,9 +217,9 @@ def check_signatures(
     """Check that one of `signers` has signed each snapshot of a stored revision, whose folder is `revision`.
 
     `places` maps the names of the snapshots to URLs and paths. A fetch compares the weights at a URL. Other weights are
-    compared here, except if they have not changed since they were compared for any revision of the function. If `progress`
-    is None, no weights are read, and the result is False if some should be. Raises SignatureInvalid, SnapshotCorrupt or
-    another SnapshotError.
+    compared here, except if they have not changed since they were compared for any revision of the function. If
+    `progress` is None, no weights are read, and the result is False if some weights should be read. Raise
+    SignatureInvalid, SnapshotCorrupt or another SnapshotError.
     """
     complete = True
     for name, place in places.items():

@@ -12,7 +12,9 @@ from .revision_parts import RevisionParts
 
 
 class Bar:
-    """Refuses the calls of one revision while it may have no worker. The function's account reads the revision's usage here."""
+    """Refuses the calls of one revision while it may have no worker. The function's account reads the revision's usage
+    from this object.
+    """
 
     def __init__(self, one: RevisionParts) -> None:
         self._one = one

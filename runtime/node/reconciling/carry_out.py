@@ -1,6 +1,7 @@
 """Carries out the rows and the grants of one revision.
 
-Nothing else calls the verbs of the pool, of the zygote supervisor and of the held weights. It decides nothing.
+Only this module makes the pool and the zygote supervisor start and end processes, and makes the held weights leave the
+memory. It decides nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class CarryOut:
         return stop + park > 0
 
     def at_rest(self, rest: AtRest) -> None:
-        """Launch and end the zygote and the standby, and let go of the weights, as a row says."""
+        """Launch or end the zygote and the standby, and release or drop the weights, as a row says."""
         zygote, standby = self._one.pool.zygote, self._one.pool.standby
         if rest.zygote is Aim.END:
             zygote.rest()
@@ -124,7 +125,9 @@ class CarryOut:
     # -- a grant of the allocation
 
     def grant(self, grant: Grant, row: Row, seen: Seen) -> None:
-        """Start, wake, park and stop workers as the allocation says."""
+        """Start, wake, park, stop and end workers as the allocation says. End the standby if the allocation needs its
+        memory.
+        """
         one, cause = self._one, grant.limit.name if grant.limit is not None else "gpus"
         for key in grant.stop:
             if isinstance(key, Replica):

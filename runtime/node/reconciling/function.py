@@ -51,7 +51,7 @@ class Function:
 
     @classmethod
     def new(cls, name: str, account: Account, shared: SharedPrior, on_change: Callable[[], None]) -> Function:
-        """Return a function without any history. See `IdleLadder` for `on_change`."""
+        """Return a function without any history. `on_change` is called after the ladder has learned from idle periods."""
         decisions = Decisions()
         return cls(name, IdleLadder(decisions, shared, on_change), account, decisions)
 

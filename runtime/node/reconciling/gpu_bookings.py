@@ -92,7 +92,9 @@ class Rehearsals:
         return min(held.holding.values()) if known and held is not None else 0
 
     def renew(self) -> None:
-        """If there is room now, replace one standby that could not rehearse. Replace the next standby after that rehearsal."""
+        """If there is room now, replace one standby that could not rehearse. After the new standby's rehearsal, this
+        method is called again, and replaces the next standby.
+        """
         for one in self._without_room:
             if one.gpu_need is None or self.waiting:
                 continue
@@ -161,7 +163,8 @@ class GpuBookings:
     def note_parked(self, replica: Replica, freed_bytes: int, kept: MemoryByGpu) -> None:
         """Learn that a worker has parked, and how much memory it keeps.
 
-        Without a snapshot, a worker could not bring weights back. So the worker frees nothing, and the booking does not change.
+        A worker without a snapshot could not bring its weights back. So it frees nothing when it parks, and its booking
+        does not change.
         """
         held = self.of(replica)
         if held is None or replica.state is not ReplicaState.PARKED:
@@ -171,7 +174,9 @@ class GpuBookings:
         self.on_freed()
 
     def resume(self, replica: Replica) -> bool:
-        """Book the full memory of a worker again for a parked worker. Return False if there is no room for it."""
+        """Raise the booking of a parked worker to its full memory, because the worker is to wake. Return False if there
+        is no room.
+        """
         if (held := self.of(replica)) is None:
             return True
         if not self._ledger.wake(held):

@@ -56,7 +56,7 @@ class HeldWeights:
     async def fetch_on_use(self, name: str) -> float:
         """Fetch and hold an adapter that a worker needs. Return how long its bytes may still take to arrive.
 
-        Raise LauncherError if the revision fetches no such adapter, and what `FetcherClient.hold` raises.
+        Raise LauncherError if the revision fetches no such adapter, or the errors of `FetcherClient.hold`.
         """
         if (lock := self._holding_on_use.get(name)) is None:
             raise LauncherError(f"{self._spec.label} has no adapter {name[:80]!r} that is fetched.")

@@ -136,7 +136,7 @@ class PlannedPeriod:
         return None
 
     def ready_shares(self) -> tuple[float, ...]:
-        """See `IdleLadder.ready_shares`."""
+        """For each bin of delays from now, return the share of the bin in which the plan holds a worker."""
         plan, elapsed_s = self._choice.plan, time.monotonic() - self._period.planned_from_s
         if self._target.rung is not RungName.READY:
             # Below READY, only a later step up of the plan brings the function to READY.
@@ -193,8 +193,9 @@ class IdleLadder:
     # -- reports of the revision
 
     def follow(self, now_s: float, load: int, last_end_s: float | None) -> float:
-        """Take `load`, the number of unfinished invocations, which may begin or end an idle period. Return when to
-        report it again; infinity if an event causes the next report.
+        """Learn that `load` invocations are unfinished, which may begin or end an idle period. `last_end_s` is the end
+        of the last invocation, if it is known. Return when to report the load again; infinity if an event causes the
+        next report.
         """
         if load:
             self._evicted_to = None
@@ -278,7 +279,7 @@ class IdleLadder:
     def ready_shares(self) -> tuple[float, ...]:
         """For each bin of delays from now, return the share of the bin in which the present plan holds a worker.
 
-        See `upstream.ready_shares`.
+        The bins are the bins of `upstream.BOUNDS_S`.
         """
         if self._plan is None or self._evicted_to is not None:
             return NEVER_READY

@@ -43,7 +43,7 @@ LOOK_EVERY_S = 0.005
 
 
 class ObservedRevision:
-    """The observations of one revision, and the row that follows from the latest ones."""
+    """The observations of one revision, and the row that follows from the latest observations."""
 
     def __init__(self, one: RevisionParts, events: ProcessEvents, inventory: Inventory, bar: Bar) -> None:
         self._one, self._events, self._inventory, self._bar = one, events, inventory, bar
@@ -153,7 +153,7 @@ class ObservedRevision:
         return stand
 
     def _state(self, now_s: float) -> RevisionState:
-        """Return the state that bounds the revision's workers, whatever its load is."""
+        """Return the revision's state, apart from its load. The state bounds the number of workers."""
         one, breaker = self._one, self._one.starts.breaker
         return RevisionState(
             one.phase, one.rollover, one.function.stopped, breaker.failures,
@@ -186,7 +186,9 @@ class ObservedRevision:
         return bool(waiting or self._one.replicas.in_flight)
 
     def _scale_spec(self) -> ScaleSpec:
-        """Return the owner's limits, with the ready workers' concurrency if that is higher, and `scale_to_zero_s` of the plan."""
+        """Return the owner's settings, but with the concurrency of the ready workers if that is higher, and with the
+        `scale_to_zero_s` that follows from the keep-alive plan.
+        """
         one, concurrency = self._one, self._one.revision.policy.scale.concurrency
         ready, spec = one.replicas.ready, one.revision.policy.scale
         windows = [replica.window for replica in ready if replica.prefetches]
@@ -252,7 +254,7 @@ class CallReports(CallWatcher):
         self._one.node.reconciler.look(self._one, arriving)
 
     def look_soon(self) -> None:
-        # Look again although no event occurs: none reports that the calls before the waiting call are late.
+        # Look again although no event occurs: no event reports that the calls before the waiting call are late.
         at_s = self._one.observed.looked_s + LOOK_EVERY_S
         self._one.node.reconciler.look_by(self._one.key, at_s)
 

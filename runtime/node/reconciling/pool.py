@@ -38,11 +38,11 @@ class PoolEvents(WorkerEvents, Protocol):
     """The events that the pool reports, in addition to the events of its workers."""
 
     def on_processes_changed(self) -> None:
-        """A worker, the zygote or the standby has started or ended."""
+        """Learn that a worker, the zygote or the standby has started or ended."""
 
     def on_zygote(self) -> None:
-        """The zygote has died, and `ZygoteSupervisor.relaunch_at_s` says when to launch a new one. Or a launch has ended
-        that no start waits for.
+        """Learn that the zygote has died, or that a launch of the zygote has ended for which no start waits. After a
+        death, `ZygoteSupervisor.relaunch_at_s` says when to launch a new zygote.
         """
 
 
@@ -89,7 +89,9 @@ class Pool:
     # -- state
 
     def worked_s(self, now_s: float) -> tuple[float, float]:
-        """Return two sums over all workers, dead ones included: seconds with work, and seconds since ready."""
+        """Return two sums over all workers, including dead workers: the seconds with work, and the seconds since each
+        worker became ready.
+        """
         busy_s, ready_s = self._past_busy_s, self._past_ready_s
         for replica in self.replicas:
             busy_s += replica.outstanding.total_busy_s(now_s)

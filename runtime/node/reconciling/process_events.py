@@ -36,7 +36,7 @@ MOST_IDS = 10
 
 
 class Watched(RevisionParts, Protocol):
-    """The part of a revision that the events of its processes and of its invocations use."""
+    """The part of a revision that `ProcessEvents` and `CallReports` use."""
 
     carry_out: CarryOut
     inventory: Inventory
@@ -50,7 +50,9 @@ class ProcessEvents(PoolEvents):
     def __init__(
         self, one: Watched, on_activation: Callable[[str], None], on_processes: Callable[[], None]
     ) -> None:
-        """See `Listeners` for the callbacks."""
+        """`on_activation` is called with "ready" or "failed" when the start of a worker has ended. `on_processes` is
+        called when a process has started or ended.
+        """
         self._one, self._tasks, self._logs = one, one.node.tasks, one.logs
         self._on_activation, self._on_processes = on_activation, on_processes
         self.starts = one.starts
@@ -69,7 +71,8 @@ class ProcessEvents(PoolEvents):
     def on_ready(self, replica: Replica) -> None:
         self._one.function.prewarms.watch(replica)
         self._one.revision.dispatcher.adopt(replica)
-        # Learn from the start only after `adopt` has sent the waiting invocations, so that they do not wait for it.
+        # First send the waiting invocations (`adopt`). Learn from the start only after that, so that they wait no
+        # longer than necessary.
         self._one.pool.note_ready(replica)
         self.starts.note_ready()
         self.starts.note_workers(self._one.replicas)
@@ -172,7 +175,7 @@ class ProcessEvents(PoolEvents):
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self._one.pool.remove(replica)
         self.starts.died |= not replica.left
-        # This may have been the last start: `settled` waits end after a cancelled start, too.
+        # If this worker was the last that was starting, the `settled` waits end now, even if its start was cancelled.
         self.starts.note_workers(self._one.replicas)
         self.unrecovered += 1
         if _died_in_start(replica):

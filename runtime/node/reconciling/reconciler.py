@@ -175,7 +175,9 @@ class SharedLimits:
     def __init__(
         self, gpus: GpuBookings, agenda: Agenda, most: int | None, of_owner: Callable[[str], int | None], drain_s: float
     ) -> None:  # fmt: skip
-        """See `Reconciler`."""
+        """`most` limits the workers of all functions together. `of_owner` returns the limit of one owner's functions.
+        None means no limit.
+        """
         self._gpus, self._agenda, self.drain_s = gpus, agenda, drain_s
         self._most, self.of_owner = most, of_owner
         self.lacks: Callable[[str, int], object] = lambda _function, _want: None
@@ -282,7 +284,7 @@ class SharedLimits:
     def note_change(self) -> None:
         """If revisions wait, allocate again, because there may be room or a worker has become idle.
 
-        If none waits, a standby that could not rehearse may have room now.
+        If no revision waits, renew a standby that could not rehearse and has room now.
         """
         if not self._short:
             self._pending = False
@@ -301,7 +303,9 @@ class SharedLimits:
         asyncio.get_running_loop().call_soon(self._allocate)
 
     def shrink(self) -> None:
-        """Allocate even if no revision waits, so that workers end that exceed the limit of an owner, which has become smaller."""
+        """Allocate even if no revision waits: an owner's limit has become smaller, and the workers beyond it have to
+        end.
+        """
         self._shrunk = True
         self.allocate_soon()
 

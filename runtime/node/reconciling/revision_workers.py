@@ -167,7 +167,9 @@ class RevisionWorkers:
             self.warm(workers, cause, EXPECTED_S)
 
     async def wait_ready(self, workers: int, timeout_s: float) -> None:
-        """Wait until `workers` are ready. Raise ActivationTimeout, the error of a failed start, or why no worker may start."""
+        """Wait until `workers` workers are ready. Raise ActivationTimeout, the error of a failed start, or an error
+        that says why no worker may start.
+        """
         if self.phase is Phase.RETIRING:
             raise retired(self.spec)
         if len(self.replicas.ready) >= workers:
@@ -194,7 +196,8 @@ class RevisionWorkers:
     async def prove(self, rollover: int = 0) -> None:
         """Start a worker, to show that workers of this revision start. Raise the error of a start that fails.
 
-        At the same time, start up to `rollover` workers that stay when the revision is live, if the limits allow them.
+        At the same time, start further workers, up to `rollover` in all, as far as the limits allow. They stay when the
+        revision goes live.
         """
         self.phase, self.rollover = Phase.PROVING, rollover
         self.look()
@@ -209,7 +212,7 @@ class RevisionWorkers:
         self.look()
 
     async def _wait_first(self) -> None:
-        """Wait until a worker is ready. If a wait ends while a worker is starting, wait again.
+        """Wait until a worker is ready. If `start_timeout_s` ends while a worker is starting, wait again.
 
         `StartLimit` ends that start before the last of these waits ends.
         """

@@ -110,12 +110,12 @@ class StartOutcomes:
                 waiter.done.set_result(None)
 
     def note_ready(self) -> None:
-        """A worker became ready."""
+        """Record that a worker became ready."""
         self._deaths = 0
         self.breaker.reset()
 
     def note_failure(self, error: PilotflameError) -> None:
-        """A worker could not be started."""
+        """Record that a worker could not be started."""
         self.breaker.fail(error, time.monotonic())
         self.refuse(error)
 

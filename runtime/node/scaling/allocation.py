@@ -266,7 +266,9 @@ NO_LOSS = _Loss()
 
 
 class _GpuMemory:
-    """The free memory of each GPU, counted twice: beside the workers decided so far, and beside present processes."""
+    """The free memory of each GPU: `_free` is what the workers decided so far leave, and `_free_now` is what the
+    present processes leave.
+    """
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self.gpus = gpus
@@ -317,7 +319,7 @@ class _GpuMemory:
         return *self._loss(gpu, memory_mb, aside), short, waits, beside
 
     def loss(self, wanted: MemoryByGpu, aside: Sequence[_Member]) -> _Loss:
-        """Return the loss that a worker with the holding `wanted` causes by the processes that it displaces."""
+        """Return the loss if a worker with the holding `wanted` displaces other processes."""
         losses = [self._loss(gpu, memory_mb, aside) for gpu, memory_mb in wanted.items()]
         return _Loss(*map(sum, zip(*losses, strict=True)))
 
@@ -338,7 +340,7 @@ class _GpuMemory:
         return _Loss(busy_mb, cost)
 
     def short(self, wanted: MemoryByGpu) -> list[str]:
-        """Return the GPUs of `wanted` that lack room for it beside all present workers."""
+        """Return the GPUs of `wanted` that have too little free memory for `wanted` beside all present workers."""
         return [gpu for gpu, memory_mb in wanted.items() if self._beside_all(gpu) < memory_mb]
 
     def _beside_all(self, gpu: str) -> int:
@@ -371,7 +373,8 @@ class _Sharing:
 
     def __init__(self, revisions: Sequence[_Revision], limits: Limits, gpus: Sequence[Gpu]) -> None:
         self._revisions = revisions
-        # The free places, counted twice: beside the workers decided so far, and beside present processes.
+        # `_places` has the places that the workers decided so far leave free. `_places_now` has the places that the
+        # present processes leave free.
         self._places, self._places_now = _Places(limits), _Places(limits)
         self._memory = _GpuMemory(gpus)
         self._gpus = ReachedLimit("gpus", len(gpus))

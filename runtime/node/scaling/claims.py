@@ -80,7 +80,7 @@ class RevisionClaim(NamedTuple):
     """The name of the function. During a deploy, two revisions have the same name."""
     owner: str
     wants: Mapping[WorkerTier, int]
-    """The cumulative number of awake workers that PROOF, OWNER, LOAD and AHEAD want, after all caps."""
+    """For PROOF, OWNER, LOAD and AHEAD: how many awake workers the tier alone would want, after all caps. The largest number is the total."""
     awake: int
     """The number of workers that should be awake (`Row.awake`), at least each number of `wants`."""
     held: int
@@ -106,14 +106,14 @@ class Limits(NamedTuple):
     owners: Mapping[str, int] = {}
     """By owner, the limit for all functions of that owner together. An owner without a limit is left out."""
     drain_s: float = math.inf
-    """After callers of a function have waited this long for the places of its replaced revisions, workers of these end."""
+    """After callers of a function have waited this long for the places of its replaced revisions, workers of these revisions end."""
 
 
 class Grant(NamedTuple):
     """The steps that a revision takes now."""
 
     start: tuple[MemoryByGpu | None, ...] = ()
-    """For each worker that starts, its GPU memory; None without GPUs. The first one is the standby, if the revision has one."""
+    """For each worker that starts, its GPU memory; None without GPUs. The first worker is the standby, if the revision has one."""
     wake: tuple[Hashable, ...] = ()
     park: tuple[Hashable, ...] = ()
     stop: tuple[Hashable, ...] = ()

@@ -24,9 +24,10 @@ TAIL_SAMPLES, PRIOR_SAMPLES = 4.0, 0.2
 # BEYOND_LONGEST has the edges of the bins beyond the longest sample, as multiples of its length.
 LONG_SAMPLES, LONG_SHARE = 16, 4
 BEYOND_LONGEST = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-# For plans that climb, the next short idle time is predicted from the shortest samples, as the next long idle time is
-# from the longest. It may be shorter than the shortest sample: by the multiples in BELOW_SHORTEST of the spread of the
-# SHORT_SAMPLES shortest samples, and in any case by the share LEAST_LEAD of the shortest sample.
+# For plans that climb, the shortest samples predict the next short idle time, and HEAD_SAMPLES is the weight of this
+# guess in samples. The next idle time may be shorter than the shortest sample, so there are edges of bins before that
+# sample. Their distances from the sample are the multiples in BELOW_SHORTEST of the spread of the SHORT_SAMPLES
+# shortest samples, and the share LEAST_LEAD of the sample.
 HEAD_SAMPLES, SHORT_SAMPLES = 2.0, 8
 BELOW_SHORTEST, LEAST_LEAD = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), 0.001
 # A plan may step down earlier than the ski-rental schedule only at times that at least this number of samples exceed.

@@ -95,12 +95,14 @@ class IdleWatch:
 
 
 class Followers:
-    """The wakes that begin with the arrival after an idle period, one from each rung, and how long the arrivals would have
-    waited for them.
+    """For each rung, the wake that the arrival at the end of an idle period would begin on that rung, and how long this
+    and later arrivals would wait for the wake.
     """
 
     def __init__(self, woken_s: float, wakes_s: Sequence[float], before: Followers | None = None) -> None:
-        """`wakes_s` are the wake times of the rungs. During a wake from a rung, no other wake begins from that rung."""
+        """`wakes_s` are the wake times of the rungs, and `before` are the wakes of the previous period. During a wake
+        from a rung, no other wake begins from that rung.
+        """
         past_s = before.begun_s if before is not None and len(before.begun_s) == len(wakes_s) else ()
         lasts_s = past_s or (-math.inf,) * len(wakes_s)
         self.begun_s: tuple[float, ...] = tuple(

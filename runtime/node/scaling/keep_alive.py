@@ -65,7 +65,7 @@ class History:
     experts: _Candidates | None = None
 
     def costs(self, ladder: Ladder) -> Costs:
-        """Return the costs of `ladder` with the waiting that bursts have caused so far."""
+        """Return the costs of `ladder`, with the mean waiting of past bursts."""
         if len(self.waits) != len(ladder.rungs):
             return ladder.costs()
         # The wake time counts as a first sample.
@@ -102,9 +102,10 @@ def choose(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_P
 
 
 def _affordable(bold: IdlePlan, steady: IdlePlan, costs: Costs, saved: float) -> IdlePlan | None:
-    """Return `bold`, changed to go below a certain rung only where `steady` does; None if the risk always exceeds `saved`.
+    """Return `bold`, changed to go below one rung only where `steady` does; None if the risk exceeds `saved` for each
+    rung.
 
-    That rung is the lowest one for which the risk is at most `saved`.
+    That rung is the lowest rung for which the risk of the changed plan is at most `saved`.
     """
     for lowest in reversed(range(max(step.rung for step in bold) + 1)):
         plan = clamped(bold, steady, lowest, costs.wakes)
@@ -135,10 +136,10 @@ def learn(
 ) -> History:  # fmt: skip
     """Return the history after an idle period that ended after `idle_s` seconds.
 
-    `since_s` is the argument that `choose` had at the beginning of the period. `burst_waits` has for each rung how long the
-    arrivals since the previous `learn`, including the arrival that ended the period, would have waited for a wake from
-    the rung. An arrival that ends an idle period begins such a wake, whatever the rung was, unless a wake is under way.
-    Later arrivals during the wake count after they have come.
+    `since_s` is the argument that `choose` had at the beginning of the period. `burst_waits` has for each rung how long
+    arrivals would have waited for a wake from the rung. It counts the arrivals that no earlier call has counted,
+    including the arrival that ended the period. An arrival that ends an idle period begins such a wake, whatever the
+    rung was, unless a wake is under way.
     """
     experts = _experts(history, ladder, prior)
     costs = history.costs(ladder)

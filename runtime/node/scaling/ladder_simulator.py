@@ -26,10 +26,12 @@ class KeepAlivePolicy(Protocol):
     """Plans idle periods."""
 
     def plan(self, since_s: float) -> IdlePlan:
-        """Return the plan of an idle period. See `keep_alive.choose`."""
+        """Return the plan of an idle period that begins `since_s` seconds after the arrival that ended the last period."""
 
     def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
-        """Learn how the idle period ended. See `keep_alive.learn`."""
+        """Learn from an idle period that ended after `idle_s` seconds. `burst_waits` has for each rung how long
+        arrivals would have waited for a wake from the rung.
+        """
 
 
 class Learned:
@@ -68,7 +70,9 @@ def timeout(timeout_s: float, rung: int) -> IdlePlan:
 
 @dataclass(slots=True)
 class LadderRun:
-    """The cost of a replay. The time in which invocations run is left out, because any policy holds the worker then."""
+    """The cost of a replay. The price of the time in which invocations run is left out, because any policy holds the
+    worker then.
+    """
 
     requests: int = 0
     held: float = 0.0
@@ -128,7 +132,9 @@ class BurstWaits:
 
 
 class Replay:
-    """The replay of one function, alone (`run`), or in turns with other functions by `next_s` (`run_together`)."""
+    """The replay of one function. `run` replays it alone. `run_together` replays several functions in the order of
+    their `next_s`.
+    """
 
     def __init__(
         self, arrivals: Sequence[float], service_s: float, ladder: Ladder, policy: KeepAlivePolicy,

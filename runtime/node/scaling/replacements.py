@@ -1,4 +1,5 @@
-"""Ends calls of replaced revisions for which other callers of the function have waited too long. It does no I/O and reads no clock.
+"""Ends workers of replaced revisions, with their calls, when other callers of the function have waited too long for the
+places of these workers. It does no I/O and reads no clock.
 
 A replaced revision runs the invocations that it has accepted, and its workers count against all limits. Where old and new
 workers do not fit, the callers of the function wait for the old workers. Once the callers have waited for `drain_s`, old
@@ -14,7 +15,7 @@ from .claims import NO_GRANT, Grant, NodeProcess, ProcessState, RevisionClaim, W
 
 
 class Replacements:
-    """The claims of all revisions, as the functions that are being replaced see them."""
+    """Chooses which workers of replaced revisions end, from the claims and the grants of all revisions."""
 
     def __init__(self, claims: Sequence[RevisionClaim], grants: dict[str, Grant]) -> None:
         """`grants` are the grants by the keys of the claims. `end` adds to them the workers that end."""
@@ -33,7 +34,7 @@ class Replacements:
                 yield function, at_s + drain_s
 
     def _old(self, function: str) -> Iterator[tuple[RevisionClaim, NodeProcess]]:
-        """Yield the workers of replaced revisions, and the workers that have drained for the proof of a deploy."""
+        """Yield the workers of replaced revisions, and the workers that drain to make room for the proof of a deploy."""
         own = [claim for claim in self._claims if claim.function == function]
         proving = any(_proves(claim) for claim in own)
         for claim in own:
@@ -53,7 +54,9 @@ class Replacements:
         ]
 
     def end(self, function: str, without: Mapping[str, Grant]) -> None:
-        """End as many old workers as would let the function start more workers. `without` are the grants without old calls."""
+        """End one old worker with calls for each further worker that the function could start without the old calls.
+        `without` are the grants for the claims of `without_old_calls`.
+        """
         old = list(self._old(function))
         # Fewer busy workers have to end if draining workers without calls give their places back anyway.
         leaving = sum(not process.calls for _, process in old if process.state is ProcessState.DRAINING)

@@ -28,7 +28,7 @@ class SlowShare:
     doublings: float = 0.0
     """The number of times that the price is doubled or, if this is negative, halved."""
     burst: float = 1.0
-    """The mean number of slow requests in a busy period with slow requests, which wait for the same worker."""
+    """The mean number of slow requests in a busy period that has any. They all wait for the same worker."""
     recent_slow: float = 0.0
     recent: float = 0.0
     """The recent numbers of slow requests and of all requests. Older requests count less."""

@@ -3,7 +3,7 @@
 Mechanisms yield proposals and caps. A proposal *wants* a number of workers: missing workers start. It *keeps* a number
 of workers: present workers stay. The band between both numbers is the hysteresis, so no other state is remembered. A
 cap bounds the proposals of named ranks. `combine` takes minima and maxima only, so the order of mechanisms is
-irrelevant, and a cap never raises a number. It does no I/O and reads no clock.
+irrelevant, and a cap never raises a number. This module does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Cap(NamedTuple):
     starts: float = math.inf
     """At most this number of further workers start."""
     until_s: float = math.inf
-    """When the cap changes although no event occurs. `combine` uses it only if the cap refuses a start, or may park a worker.
-    For a cap that begins later, yield a proposal of KEEP that lasts until then, as `load.proposals` does."""
+    """When the cap changes although no event occurs. `combine` uses it only if the cap refuses a start, or may park a
+    worker. Before a cap that begins later, its mechanism yields a proposal of KEEP that lasts until then."""
 
 
 class Aim(IntEnum):
