@@ -34,8 +34,7 @@ from shared_history import Order, SharedHistory, read_runs
 FAULTS, WITH_QUEUES = int(os.environ.get("PILOTFLAME_TEST_FAULTS", "3")), 10
 CALLERS, GATEWAYS, STOPPED_S, KEYS = 6, 3, (1.0, 30.0), 3
 END_S, ASK_AGAIN_S = 240.0, 0.25
-# While all keys have messages in flight, a poll of moto's SQS ends only after 20 s, also if a message has become visible meanwhile.
-SQS_EVERY_S, KAFKA_EVERY_S = 3.0, 0.2
+SQS_EVERY_S, KAFKA_EVERY_S = 1.0, 0.2
 pytestmark = pytest.mark.timeout(180 + END_S + 40 * FAULTS)
 NAME = "counted"
 HANDLER = """
