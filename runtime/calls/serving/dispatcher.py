@@ -193,8 +193,10 @@ class Dispatcher:
 
     def _send(self, replica: Replica, batch: list[Invocation], now_s: float) -> None:
         most_s = self._policy.settings.execution_timeout_s
+        # Once the worker has ended an invocation, the others have waited for that one, and not only for the worker's start.
+        activation = None if replica.completed else replica.activation
         for invocation in batch:
-            invocation.mark_sent(replica.name, len(batch), now_s, replica.activation)
+            invocation.mark_sent(replica.name, len(batch), now_s, activation)
             if most_s is not None:
                 invocation.limit_execution(now_s, most_s)
             if most_s is not None or invocation.patient:

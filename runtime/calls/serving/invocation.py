@@ -265,10 +265,12 @@ class Invocation:
         """Count the hold time from `now_s`, because the invocation could not be sent before."""
         self.hold_until_s = now_s + self.hold_s
 
-    def mark_sent(self, worker: str, batch_size: int, now_s: float, activation: Activation) -> None:
+    def mark_sent(self, worker: str, batch_size: int, now_s: float, activation: Activation | None) -> None:
+        """Set the worker. `activation` is its start if it has ended no invocation yet."""
         self.worker, self.batch_size = worker, batch_size
-        waited = activation.ready_s > self.timeline.received_s
-        self.timeline.mark_sent(now_s, activation if waited else None)
+        if activation is not None and activation.ready_s <= self.timeline.received_s:
+            activation = None
+        self.timeline.mark_sent(now_s, activation)
         if self.execution_s is not None:
             self.deadline_s = now_s + self.execution_s
 

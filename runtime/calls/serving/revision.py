@@ -196,7 +196,7 @@ class Revision(CallEvents):
         self._note_arrival(timeline.received_s)
         if timeline.received_s <= self.follows_until_s:
             self._watcher.on_followed(timeline.received_s)
-        if timeline.activation is not None:
+        if timeline.received_s < replica.activation.ready_s:
             self._waited += 1
         # A worker takes another batch only after the last invocation of a batch has ended.
         if batch is not None or not replica.outstanding.batching:

@@ -1,7 +1,8 @@
 """Measures the phases of one invocation. The durations of its phases sum to its total duration.
 
-A cold start is an invocation that waited for the start of a worker, whatever its cause. Phases marked "cold" exist only in cold starts. The duration
-of a cold start (`cold_start_s`) is the sum of its first four phases, so it excludes the handler's own time.
+A cold start is an invocation that waited for the start of a worker, whatever its cause, and was sent before the worker ended
+another one. Phases marked "cold" exist only in cold starts. The duration of a cold start (`cold_start_s`) is the sum of its first
+four phases, so it excludes the handler's own time.
 
 queue     from its arrival until it is sent or, in a cold start, until the start of a worker is requested
 fork      (cold) then until the worker's process is connected, which takes no time if a standby is used; with

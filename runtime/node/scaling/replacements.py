@@ -1,5 +1,6 @@
-"""Ends workers of replaced revisions, with their calls, when other callers of the function have waited too long for the
-places of these workers. It does no I/O and reads no clock.
+"""Ends workers of replaced revisions, with their calls, when other callers of the function have waited too long.
+
+It does no I/O and reads no clock.
 
 A replaced revision runs the invocations that it has accepted, and its workers count against all limits. Where old and new
 workers do not fit, the callers of the function wait for the old workers. Once the callers have waited for `drain_s`, old

@@ -453,7 +453,7 @@ class Calls:
         self.ready: list[Any] = []
         self.parked = self.in_flight = self.completed = self.most = 0
         self.sent: bool | PilotflameError = True
-        self.limits = SimpleNamespace(given_up=0)
+        self.limits, self.ready_s = SimpleNamespace(given_up=0), 0.0
         patch.setattr(module, "Dispatcher", lambda *_: self)
         this: Any = self
         policy: Any = SimpleNamespace(streaming=False, scale=SimpleNamespace(max=3))
@@ -500,7 +500,8 @@ class Calls:
 
     def end(self, invocation: Invocation, outcome: Output | PilotflameError) -> None:
         self.told.clear()
-        replica: Any = SimpleNamespace(name="w1", outstanding=SimpleNamespace(batching=False))
+        outstanding, activation = SimpleNamespace(batching=False), Activation(9.0, 9.0, self.ready_s)
+        replica: Any = SimpleNamespace(name="w1", outstanding=outstanding, activation=activation)
         self.revision.on_end(replica, invocation, outcome, (0.0, 1.0, 1, 1.0), 20.0, None)
 
 
@@ -556,8 +557,8 @@ async def test_calls_are_noticed_at_most_twice_a_second(calls: Calls) -> None:
 
 async def test_calls_that_waited_for_a_start_and_calls_that_could_not_are_slow(calls: Calls) -> None:
     calls.revision.enough, calls.completed = 9, 2
-    first, second = calls.call(), calls.call()
-    first.timeline.activation = Activation(9.0)
+    first, second = calls.call(), calls.call(12.0)
+    calls.ready_s = 11.0
     for one in (first, second):
         calls.end(one, Output(b"1", ""))
     assert calls.revision.slow == (1, 2)

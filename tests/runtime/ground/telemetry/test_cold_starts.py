@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from live import Gateway
 from pilotflame.runtime.ground.telemetry.cold_starts import KEPT, ColdStarts
 from pilotflame.runtime.ground.telemetry.invocation_end import InvocationEnd
-from pilotflame.runtime.ground.telemetry.timeline import PHASES, Activation, Timeline
+from pilotflame.runtime.ground.telemetry.timeline import PHASES, Activation, Timeline, parse_server_timing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -38,6 +40,21 @@ async def test_a_cold_start_is_a_waterfall_without_gaps(deploy, gateway: Gateway
     assert row["last_cold_start"] == cold
     assert sum(row["last_cold_phases_ms"].values()) == pytest.approx(cold["cold_start_ms"], abs=0.01)
     assert sum(row["cold_phases_s"].values()) * 1000 == pytest.approx(cold["cold_start_ms"], abs=0.01)
+
+
+async def test_a_call_that_waited_for_other_calls_is_no_cold_start(deploy):
+    """All of them came before the worker was ready. The last two waited for it, and then for the calls before them."""
+    function = await deploy(f"{SLEEPS}\ndef setup(context):\n    time.sleep(0.3)", {"scale.max": 1})
+    await function.settled(ready=0)
+    answers = await asyncio.gather(*(function.call(0.2) for _ in range(3)))
+    (cold,) = [one for one in answers if one.headers["X-Cold-Start"] == "true"]
+    status = await function.status()
+    assert [one["request_id"] for one in status["latest_cold_starts"]] == [cold.headers["X-Request-Id"]]
+    for warm in answers:
+        if warm is not cold:
+            phases = parse_server_timing(warm.headers["Server-Timing"])
+            assert phases["queue"] >= 200
+            assert "dispatch" not in phases
 
 
 async def test_a_redeploy_keeps_the_latest_cold_start(deploy, gateway: Gateway):

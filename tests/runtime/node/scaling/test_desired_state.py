@@ -273,7 +273,7 @@ def test_a_sufficient_queue_needs_no_further_worker(
     assert not decide(spec, seen, NOW_S).start
     longer = min(more, int(most))
     later = replace(seen, queued=longer, load=load._replace(work_s=longer * each_s))
-    assert needed(spec, later) <= max(1, needed(spec, seen))
+    assert min(spec.max, needed(spec, later)) <= max(1, needed(spec, seen))
     assert not decide(spec, later, NOW_S).start
 
 
