@@ -1,4 +1,4 @@
-"""Turns the tokens of a sequence into text, piece by piece, and ends it at a stop string."""
+"""Turns the tokens of a sequence into text, piece by piece, and ends the text at a stop string."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 UNFINISHED = "\ufffd"
 """What a decoder writes for an incomplete character."""
 MOST_BYTES = 4
-"""The most bytes of a character. Each may be a token."""
+"""The most bytes of a character in UTF-8. Each byte may be a token of its own."""
 MOST_HELD = 16
-"""The most tokens that wait for the end of a character. After them, the text goes on even if their bytes are no valid character."""
+"""With this many tokens, the text does not wait any longer for the end of a character, even if their bytes are no valid character."""
 
 
 class TextStream:
@@ -75,7 +75,7 @@ class TextStream:
         return rest + held
 
     def _after_prompt(self, text: str) -> str:
-        """Return the text without the incomplete character before it, if the new tokens have not completed this character."""
+        """Return the text. If it begins with the prompt's incomplete last character, remove this beginning."""
         begun, self._begun = self._begun, ""
         return text.removeprefix(begun)
 

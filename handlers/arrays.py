@@ -17,7 +17,7 @@ from ..errors import BadInput, OutputInvalid
 NPY_TYPE = "application/x-npy"
 SAFETENSORS_TYPE = "application/vnd.safetensors"
 TENSORS_TYPE = "application/vnd.oip"
-"""The media type of the tensors of `tensors.py` as bytes. Its parameter `header` is the length of their JSON header.
+"""The media type of tensors as bytes (`tensors.py`). Its parameter `header` is the number of bytes of the JSON header before them.
 
 In an Accept header, the parameter `binary` names the outputs to send as bytes, and `json` the outputs to send in the JSON
 header. The names are percent-encoded and separated by commas; * means all outputs. The parameter `fields` is a

@@ -1,4 +1,4 @@
-"""Tells the parts of a handler that callers share, such as the rows of a language model, for which call the present thread or task works."""
+"""Names the call for which the present thread or task works. A part of a handler that serves several calls at once reads this name."""
 
 from __future__ import annotations
 

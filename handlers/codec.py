@@ -94,8 +94,8 @@ class OutputCodec(_Codec):
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
         """Return (payload, content type): JSON, or bytes for arrays if the Accept header prefers bytes.
 
-        An answer of bytes is sent unchanged, unless another type is annotated. Raise OutputInvalid, which
-        names the path of the part that does not fit the annotation or JSON.
+        An answer of bytes is sent unchanged, unless another type is annotated. Raise OutputInvalid if a part
+        of the answer does not fit the annotation or has no JSON form. The error names the path of this part.
         """
         if self._adapter is not None:
             if accept.startswith(TENSORS_TYPE):
@@ -234,7 +234,7 @@ def _dumped(plain: Any, default: Callable[[Any], Any] = _plain) -> bytes:
 
 
 def _dumped_with_long_integers(plain: Any, error: Exception) -> bytes:
-    """Return the JSON of an answer with integers of over 64 bits, which orjson does not write. Raise OutputInvalid for another fault."""
+    """Return the JSON of an answer whose integers are too long for orjson. Raise OutputInvalid if orjson refuses it for another reason."""
     try:
         return _dumped(_fragments(plain), lambda value: _fragments(_plain(value)))
     except (TypeError, orjson.JSONEncodeError, RecursionError, ValueError):
@@ -242,7 +242,7 @@ def _dumped_with_long_integers(plain: Any, error: Exception) -> bytes:
 
 
 def _fragments(value: Any) -> Any:
-    """Return a value in which fragments of JSON replace the integers of over 64 bits. Models and arrays are not changed."""
+    """Return a value in which fragments of JSON replace the integers of more than LARGEST_BITS. Models and arrays are not changed."""
     if isinstance(value, dict):
         return {key: _fragments(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -67,10 +67,10 @@ def locate(error: BaseException, root: Path) -> tuple[str, int]:
 
 
 def locate_frame(frame: FrameType | None, root: Path) -> dict[str, Any]:
-    """Return the position of the stack of `frame`: `file` and `line` in the user's folder `root`, and the called function.
+    """Return the position of the stack of `frame`, as the fields `file`, `line` and `inside`.
 
-    `file` is the outermost file in `root`, which is usually the handler's file. `inside` names the innermost function of
-    the stack; it is "" if this function is at `line` of `file`.
+    `file` is the outermost file in the user's folder `root`, which is usually the handler's file. `line` is the innermost
+    line of the stack in this file. `inside` names the innermost function of the stack; "" if it is at `line` of `file`.
     """
     stack = list(traceback.walk_stack(frame))
     own = [(name, line) for one, line in stack if (name := _relative(one.f_code.co_filename, root))]
@@ -167,8 +167,8 @@ def _user_traceback(error: BaseException, root: Path) -> str:
 
 
 def user_frames(stack: Iterable[traceback.FrameSummary], root: Path) -> list[traceback.FrameSummary]:
-    """Return the frames without those of pilotflame and importlib. Outside the user's folder `root`, a path begins where it can
-    be imported, so that it does not show the folders of this machine.
+    """Return the frames without those of pilotflame and importlib. The path of a file outside the user's folder `root` begins below
+    its import folder, so that it does not show the folders of this machine.
     """
     frames = [
         frame

@@ -59,7 +59,7 @@ class InputFiles(ExitStack):
         self._bytes = 0
 
     def fetch(self, url: str) -> Path:
-        """Download a URL to a temporary file, and return its path. Raises ValueError if that fails."""
+        """Download a URL to a temporary file, and return its path. Raise ValueError if that fails."""
         shown = url if len(url) <= MAX_SUFFIX_CHARS else f"{url[:MAX_SUFFIX_CHARS]}…"
         if url not in self._known and urllib.parse.urlsplit(url).scheme not in SCHEMES:
             raise ValueError(f"{shown!r} is not the address of a file: send an http, https or data URL")
@@ -128,7 +128,7 @@ def with_urls(output: Any, path: str = "answer", publish: Publish | None = None)
     """Return the output with each file replaced by the URL that `publish` returns. Without `publish`, use data URLs.
 
     `path` is the output's name in error messages. Bytes become text, or a data URL if they are no text.
-    Blocks: do not call it on the event loop. Raises OutputInvalid if a file cannot be read.
+    Blocks: do not call it on the event loop. Raise OutputInvalid if a file cannot be read.
     """
     if isinstance(output, (PurePath, io.IOBase)):
         return (publish or data_url)(output, path)
@@ -169,7 +169,7 @@ def data_url(file: PurePath | io.IOBase, path: str) -> str:
 
 @contextlib.contextmanager
 def opened_file(file: PurePath | io.IOBase, path: str) -> Iterator[Any]:
-    """Open an output file at its beginning. Raises OutputInvalid, which names `path`, if it cannot be read."""
+    """Open an output file at its beginning. Raise OutputInvalid, which names `path`, if it cannot be read."""
     try:
         if isinstance(file, PurePath):
             with Path(file).open("rb") as source:

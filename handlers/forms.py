@@ -34,7 +34,7 @@ class FormParser:
         if not boundary:
             raise _malformed()
         self._delimiter = b"\r\n--" + boundary
-        # Begin with a line break for the delimiter, because the first boundary need not have one.
+        # The delimiter begins with a line break, which may be missing before the first boundary.
         self._left = b"\r\n"
         self._fields, self._most_fields = 0, most_fields
         self._in_head = self._complete = False

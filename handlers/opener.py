@@ -72,7 +72,7 @@ class _CheckedHandler(request.AbstractHTTPHandler):
 
 
 def connected(host: str, port: int, timeout_s: float | None, dialer: Dialer) -> socket.socket:
-    """Connect to an allowed address of a host. Raises OSError, and PermissionError if no address is allowed."""
+    """Connect to an allowed address of a host. Raise OSError, and PermissionError if no address is allowed."""
     try:
         return dialer.dial(host, port, MAX_CONNECT_S if timeout_s is None else timeout_s, timeout_s)
     except AddressRefused as error:

@@ -39,7 +39,7 @@ MOST_AXES = 32
 
 
 class SentTensor(NamedTuple):
-    """A tensor of a request. `data` has the bytes of its values, or lists of them."""
+    """A tensor of a request. `data` has its values, as bytes or as lists."""
 
     datatype: str
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class Tensor:
         return DATATYPES[self.datatype].lstrip("<")[0].replace("?", "b")
 
     def _read(self, value: Any, *, as_torch: bool) -> Any:
-        """Return a tensor of a request, lists or an array as an array that fits. Raise PydanticCustomError."""
+        """Return a SentTensor, lists or an array as an array that fits this annotation. Raise PydanticCustomError."""
         if isinstance(value, SentTensor):
             if value.datatype != self.datatype:
                 _misfit(f"it is {value.datatype}, not {self.datatype}")

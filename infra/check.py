@@ -6,7 +6,7 @@ Kubernetes kinds are checked against the schemas of Kubernetes (strictly, from `
 against the compose specification (`compose-spec`), Containerfiles by hadolint, Prometheus files by promtool (found as
 $PROMTOOL or on the PATH), units by `systemd-analyze verify` and by a list of directives, and the rest against the
 models in custom_kinds.py and observability.py. The script names a checker that is not installed, and still makes the other
-checks of its files.
+checks of the same files.
 """
 
 from __future__ import annotations

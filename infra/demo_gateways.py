@@ -1,4 +1,4 @@
-"""Three gateways on one PostgreSQL. A gateway and PostgreSQL are killed while callers submit jobs: none is lost. In one terminal picture.
+"""Shows in the terminal how three gateways share one PostgreSQL. A gateway and PostgreSQL are killed while callers submit jobs: no job is lost.
 
 make demo-gateways
 """
@@ -121,7 +121,7 @@ class Demo:
         psutil.wait_procs(processes, JOB_LIMIT_S)
 
     async def _call(self) -> None:
-        """Submit a job, and wait for its end; then the next one."""
+        """Submit a job and wait for its end, again and again until there are JOBS jobs."""
         while (number := next(self._numbers)) < JOBS:
             async with asyncio.timeout(JOB_LIMIT_S):
                 key = {"Idempotency-Key": f"job-{number}"}

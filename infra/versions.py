@@ -150,7 +150,7 @@ def run_tests(folder: Path) -> list[str]:
     """Run the tests in the environment `folder`. Return the failed ones, as "tests/FILE::NAME"."""
     report = folder.with_suffix(".xml")
     paths = sorted({f"tests/{path}" for paths in TESTS.values() for path in paths.split()})
-    # Without the plugin of anyio, whose older versions warn about the pytest of constraints.txt.
+    # Leave out the plugin of anyio, because its older versions warn about the pytest of constraints.txt.
     options = ["-q", "-p", "no:anyio", "-o", "junit_family=xunit1", f"--junitxml={report}"]
     ended = subprocess.run(
         [folder / "bin" / "python", "-m", "pytest", *options, *paths], cwd=ROOT, check=False

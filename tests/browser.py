@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# Taken out of the environment, because the commands refuse variables PILOTFLAME_* that they do not know.
+# Take the variable out of the environment, because the commands refuse variables PILOTFLAME_* that they do not know.
 REQUIRED = os.environ.pop("PILOTFLAME_REQUIRE_BROWSER", "") == "1"
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 # Chromium's sandbox does not work as root, so switch it off. The browser loads only pages of the test's own

@@ -75,7 +75,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Exclude the objects of the collection (about a million) from garbage collection, which took 6 of its 19 seconds."""
+    """Exclude the objects of the collection (about a million) from garbage collection, which took 6 of the collection's 19 seconds."""
     gc.disable()
     try:
         return (yield)

@@ -1,4 +1,4 @@
-"""Whether a grammar permits a text, and random texts that a grammar permits. Uses the real llguidance."""
+"""Checks whether a grammar permits a text, and draws random texts that it permits. Uses the real llguidance."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ import pilotflame
 import pytest
 from aiohttp import web
 
-# Taken out of the environment, because the commands refuse variables PILOTFLAME_* that they do not know.
+# Take the variable out of the environment, because the commands refuse variables PILOTFLAME_* that they do not know.
 REQUIRED = os.environ.pop("PILOTFLAME_REQUIRE_CONTAINERS", "") == "1"
 PODMAN = ("podman", "--runtime", "runc")
 IMAGE = "localhost/pilotflame-test"

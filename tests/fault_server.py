@@ -307,8 +307,8 @@ class _Answer:
             return self._plain(416, {"Content-Range": f"bytes */{size}"})
         twice = self._draws(faults.duplicate_share)
         # Send the end of the first answer together with the beginning of the second. Otherwise the client
-        # could send its next request before the second answer arrives, and could take that answer for the one
-        # to its request, if both have the same range.
+        # could send its next request before the second answer arrives. If both requests have the same range, it
+        # could take the second answer for the answer to the next request.
         self._hold_end(hold=twice)
         for _ in range(2 if twice else 1):
             await self._object(file, size, version, faults.stall_at if stalls else None)

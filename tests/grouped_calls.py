@@ -75,7 +75,7 @@ FULL: list[Call] = [
     ("submit", (new_job(body=BODY, owner=owner, max_queued=3), job_id))
     for job_id, owner in zip(IDS, "aba b", strict=True)
 ]
-"""The owners' shares are used, and then the room is full."""
+"""Submits that use up the shares of the owners, and then the room of the store."""
 LIFE: list[Call] = [
     ("submit", (new_job(idempotency="k"), "j1")),
     ("submit", (new_job(idempotency="k"), "j2")),
@@ -150,7 +150,7 @@ class Twin(ABC):
 
 
 class Together:
-    """Runs changes together with `run`, and records how many there were and what failed."""
+    """Passes each group of changes to `run`, and records the sizes of the groups and the errors."""
 
     def __init__(self, run: Callable[[Any, Any], Sequence[Any]]) -> None:
         self._run = run

@@ -66,7 +66,7 @@ class History:
         }  # fmt: skip
 
     async def run(self) -> int:
-        """Let events happen, wait until nothing happens any more, and return how many steps that took."""
+        """Let events happen, and wait until nothing happens any more. Return how many actions of the node followed the last event."""
         for name in self._names:
             self._deploy(name)
         for _ in range(self.rng.randint(5, 60)):

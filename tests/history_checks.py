@@ -46,7 +46,7 @@ class Checks:
         self.allocation_s = 0.0
         self.longest_start_s = self.longest_drain_s = self.longest_wait_s = 0.0
         self.most_runs = 0
-        """The most runs of the loop at one time after which workers started, stopped, parked or woke."""
+        """How often the loop ran, at most, at one simulated time before a worker started, stopped, parked or woke."""
         self.actions_at_event = 0
         """How many actions there were at the last event."""
         self._stage = self._quiets = 0

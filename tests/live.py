@@ -30,7 +30,7 @@ from pilotflame.snapshot.caching.node import node_tiers
 LIMIT_S = float(os.environ.get("PILOTFLAME_TEST_LIMIT_S", "30"))
 CALL_LIMIT_S = 100.0
 
-# Deployed with each handler as `gate.py`: sends a word to the test; `wait` then blocks until the test says go.
+# This module is deployed with each handler as `gate.py`. It sends a word to the test. `wait` then blocks until the test calls `Arrival.go`.
 GATE_MODULE = """
 import asyncio, os, socket
 

@@ -1,4 +1,4 @@
-"""A model registry for tests, over real sockets: the REST interface of MLflow, as far as models, aliases and artifacts.
+"""A model registry for tests, over real sockets: the REST interface of MLflow for models, aliases and artifacts.
 
 `test_mlflow` runs the same tests against a real server, if there is one.
 """

@@ -208,7 +208,7 @@ async def gateways_here(
     """Run `count` gateways on this event loop, behind a proxy. Without `database`, they get a new one, which
     belongs to the state folder.
     """
-    # Imported here: pytest must be the first to load this plugin, and it imports this module earlier.
+    # Import `postgres` here, because pytest must be the first to load it, as a plugin, but imports this module earlier.
     from postgres import new_schema
 
     if not database and state not in _databases:

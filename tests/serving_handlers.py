@@ -1,4 +1,4 @@
-"""Handlers, the weights for one of them, and a kill of a worker, for several tests of this room."""
+"""Handlers, the weights for one of them, and a kill of a worker, which several test files use."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ THREADED = {
     "chatty.py": "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n",
 }
 
-# Its import opens a file that stands for the device file of a GPU, and keeps it open.
+# A module whose import opens a file that stands for the device file of a GPU, and keeps this file open.
 OPENS_A_DEVICE = """
 from pilotflame.runtime.calls.leftovers import descriptors
 descriptors.DEVICE_FILES = (__file__,)

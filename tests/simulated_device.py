@@ -68,7 +68,7 @@ class SimulatedMemory:
                 fcntl.flock(self._own, fcntl.LOCK_EX)
 
     def hold(self, held_bytes: int, new_bytes: int = 0) -> None:
-        """Add `new_bytes` to the `held_bytes` that this process holds. Raises SnapshotError if there is no room."""
+        """Add `new_bytes` to the `held_bytes` that this process holds. Raise SnapshotError if there is no room."""
         if self._folder is None:
             self._check(new_bytes, self.capacity_bytes - held_bytes)
             return
@@ -219,7 +219,7 @@ class SimulatedDevice:
         self, seed: int = 0, delay_s: float = DELAY_S, *,
         capacity_bytes: int = CAPACITY_BYTES, context_bytes: int = CONTEXT_BYTES, folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """Processes with the same `folder` share the capacity. Raises SnapshotError if the context has no room."""
+        """Processes with the same `folder` share the capacity. Raise SnapshotError if the context has no room."""
         begun_s = time.monotonic()
         self.context_bytes, self._counted = context_bytes, SimulatedMemory(capacity_bytes, folder)
         self._counted.hold(0, context_bytes)
@@ -360,7 +360,7 @@ class SimulatedDevice:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Capture a graph. Raises RuntimeError at the end if any thread made a call that a capture does not allow."""
+        """Capture a graph. Raise RuntimeError at the end if any thread made a call that a capture does not allow."""
         self._capturing, self._spoilt = True, ""
         try:
             yield

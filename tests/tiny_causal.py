@@ -29,7 +29,7 @@ def tiny(kind: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **KINDS[kind])
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
-    # Larger weights: with the usual ones, all logits are nearly equal.
+    # Make the weights larger, because all logits are nearly equal with the usual weights.
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

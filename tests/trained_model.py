@@ -1,4 +1,4 @@
-"""Deploys a function of the template `text-generation`, whose tiny model is trained once for all tests that need the same one.
+"""Deploys a function of the template `text-generation`, whose tiny model is trained once for all tests that need the same model.
 
 With PILOTFLAME_TEST_ENGINE=vllm, the function is of the template `vllm`, with the same model, and its gateway
 runs in the environment of the real vLLM.
@@ -36,14 +36,14 @@ HEADS = (
 )
 KNOWN = " lets the burner start at once. Ein Flämmchen genügt: 火 🔥"
 """What the template's model writes after "A pilot flame". Each byte is a token."""
-# pytest's cache, so a clean clone trains each model anew.
+# Keep the weights in pytest's cache, so that a clean clone trains each model anew.
 TRAINED = Path(__file__).resolve().parents[1] / ".pytest_cache" / "d" / "trained-models"
 LIBRARIES = ("torch", "transformers", "tokenizers")
 
 
 def train(folder: Path, arguments: list[str]) -> None:
-    """Run Python with these arguments, which writes weights/ into a copy of the template. An equal training
-    is not repeated.
+    """Run Python with these arguments, which writes weights/ into a copy of the template. If the same
+    training has run before, copy its weights instead.
     """
     said = [(folder / "make_weights.py").read_text(), *arguments, sys.version, *map(version, LIBRARIES)]
     kept = TRAINED / hashlib.sha256(repr(said).encode()).hexdigest()

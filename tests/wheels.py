@@ -37,7 +37,7 @@ def write_installed_wheel(folder: Path, name: str, scripts: Mapping[str, str]) -
     found = metadata.distribution(name)
     stem = f"{found.metadata['Name'].replace('-', '_')}-{found.version}"
     info = next(file.parts[0] for file in found.files or () if file.name == "METADATA")
-    # The last one is for the newest Python.
+    # The last tag is for the newest Python.
     *_, tag = [line for line in (found.read_text("WHEEL") or "").splitlines() if line.startswith("Tag: ")]
     files = {
         file.as_posix(): Path(str(found.locate_file(file))).read_bytes()

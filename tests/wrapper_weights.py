@@ -1,4 +1,4 @@
-"""Weights in tensors of a wrapper subclass, as torchao's quantised ones: the wrapper has no bytes, its inner tensor does."""
+"""Weights in tensors of a wrapper subclass, such as torchao's quantised weights: the wrapper has no bytes, its inner tensor does."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ MOST_FETCHES = 4
 
 
 class AdapterFetches:
-    """The adapters of a worker that arrive or have arrived. Use it on an event loop."""
+    """The adapters that a worker fetches or has fetched. Use it on an event loop."""
 
     def __init__(self, snapshots: Adapters) -> None:
         self._snapshots = snapshots

@@ -127,7 +127,7 @@ class ModelAdapters:
             self._wrapped.add_adapter(_layer(name), config, low_cpu_mem_usage=True)
 
     def _try(self, name: str, device: torch.device) -> None:
-        """Read two tokens. This raises ValueError if the adapter changes a layer for which the model joins the rows.
+        """Read two tokens. This raises ValueError if the adapter changes a layer to which the model passes all rows as one.
 
         Such a layer would make later passes fail, also those without the adapter.
         """

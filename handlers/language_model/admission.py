@@ -18,15 +18,15 @@ from .schedule import ChunkTimes
 from .times import TimeLine
 
 DECAY = 0.98
-"""The weight of a step is multiplied by this with each later step."""
+"""With each later step, the weight of a measured step in the prediction is multiplied by this."""
 LENGTHS = 200
 """The number of latest answers whose lengths are kept."""
 SHARE = 0.9
-"""The share of the shortest target time for a token that a step may take."""
+"""The part of `EngineLoad.token_s` that a step may take for its rows and for reading a prompt."""
 READING_SHARE = 0.75
-"""The time for reading a prompt in each step, as a share of the rows' step: below 1, because the last layer may end late."""
+"""The time for reading a prompt in each step, as a share of the time of the rows. It is below 1, because the last layer may end late."""
 READING_SHARE_ABOVE = 0.25
-"""As READING_SHARE, for the prompts of a tenant that has more than its share of the rows while other tenants have rows."""
+"""Replaces READING_SHARE for the prompts of a tenant that has more than its share of the rows while other tenants have rows."""
 DEFAULT_LENGTH = 128
 """The expected tokens of an answer while no answer has ended."""
 
@@ -48,10 +48,10 @@ class EngineLoad(NamedTuple):
 
     rows: int
     unread: Sequence[int]
-    """The tokens to read of each prompt that waits or is being read, in their order."""
+    """The number of unread tokens of each prompt that waits or is being read."""
     most_rows: int
     token_s: float = math.inf
-    """The shortest mean time of a token that the rows need; infinite if one of them has no target."""
+    """The shortest target of the rows for the mean time of a token; infinite if a row has no target."""
 
     @property
     def idle(self) -> bool:
@@ -65,7 +65,7 @@ class Admission:
 
     chunks: ChunkTimes
     slices: float = 1.0
-    """How many steps a chunk takes."""
+    """The number of steps over which the pass of a chunk is spread while there are rows."""
     _fastest_s: float = field(default=0.0, init=False)
     """The seconds of the fastest step; 0 before the first one."""
     _steps: TimeLine = field(default_factory=lambda: TimeLine(DECAY))
@@ -88,7 +88,7 @@ class Admission:
     def first_token_s(self, load: EngineLoad, tokens: int, most_new: int) -> float:
         """Return in how many seconds a prompt of `tokens` tokens has been read, if it arrives now.
 
-        Return 0 without other work. Otherwise a wrong prediction could refuse all prompts, and no measurement would correct it.
+        Return 0 if the engine is idle: a wrong prediction could refuse all prompts, and no measurement would correct it.
         """
         if load.idle:
             return 0.0

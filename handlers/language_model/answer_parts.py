@@ -105,7 +105,7 @@ class _CallText:
         """True if there is text after the object."""
 
     def push(self, text: str, to: Delta) -> None:
-        """Read a piece, and add the call, more of its arguments, or the text after it."""
+        """Read a piece of the text. Add to a delta what the piece shows: the call, more of its arguments, or the text after the call."""
         if self._arguments is None:
             self._held += text
             if (found := self._head.match(self._held[:MOST_HEAD])) is None:

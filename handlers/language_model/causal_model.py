@@ -50,13 +50,13 @@ class CausalModel:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers, in which a pass spends nearly all of its time. Empty if they are not in a list of their own."""
+        """The layers, in which a pass spends nearly all of its time. Empty if the model has no ModuleList with only its layers."""
         count = int(self._text.num_hidden_layers)
         lists = (one for one in self.module.modules() if isinstance(one, nn.ModuleList))
         return next(([*one] for one in lists if len(one) == count), [])
 
     def wait(self) -> None:
-        """Wait until the device has done what this thread has submitted. A processor has done it already."""
+        """Wait until the device has done what this thread has submitted. On a CPU, there is nothing to wait for."""
         device = next(self.module.parameters()).device
         if device.type not in ("cpu", "meta"):
             torch.accelerator.current_stream(device).synchronize()
@@ -122,7 +122,7 @@ def conversion_note(manifest: Manifest, dtype: torch.dtype) -> str:
 
 
 def keep_float32(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the weights that transformers keeps in float32 to this type. Call this before the weights have bytes."""
+    """Convert to float32 the weights that transformers keeps in float32 in a model of type `dtype`. Call this before the weights have bytes."""
     kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())

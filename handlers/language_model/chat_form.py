@@ -20,7 +20,7 @@ _REASONING = {"open": THINK, "close": THOUGHT, "content": "text"}
 
 @dataclass(frozen=True)
 class ToolForm:
-    """A call: `begin`, a JSON object with the tool's name and its arguments, `end`."""
+    """The form of a call: first `begin`, then a JSON object with the tool's name and its arguments, then `end`."""
 
     begin: tuple[str, ...]
     """Marks and the texts between them. A mark may be one token of the model."""
@@ -70,7 +70,7 @@ class ChatForm:
     """The form of a model's answers to chats."""
 
     tools: ToolForm | None
-    """The form of calls that a grammar can ask for; None if the model has another one."""
+    """The form of the model's calls, if a grammar can require this form; else None."""
     shows_tools: bool
     """True if the chat template tells the model which tools there are."""
     thinks: bool
@@ -82,7 +82,7 @@ class ChatForm:
 
     @classmethod
     def of(cls, chat_template: object, declared: ResponseTemplate | None = None) -> ChatForm:
-        """Recognise the form by the chat template: a text, or several by name."""
+        """Recognise the form by the chat template, which is a text, or several texts by name."""
         text = str(chat_template or "")
         read = (declared or {}).get("fields", {})
         thinks = THINK in str(read) if read else THINK in text or THOUGHT in text

@@ -30,7 +30,7 @@ LOG = logging.getLogger(__name__)
 class Engine:
     """A model, its rows and its thread, which begins with the first sequence.
 
-    `window` limits the number of rows times the tokens of the longest. Each step runs in a context of `gate`, which waits for weights
+    The number of rows times the tokens of the longest row is at most `window`. Each step runs in a context of `gate`, which waits for weights
     that still arrive.
     """
 
@@ -105,7 +105,7 @@ class Engine:
         return self.prefixes.longest(ids) if self.prefixes is not None and not adapter else None
 
     def rehearse(self) -> None:
-        """Read a prompt of a few tokens and make two, in this thread, so that later steps find all kernels loaded."""
+        """Read a prompt of a few tokens and make two tokens, in this thread, so that later steps find all kernels loaded."""
         rows, one = self.model.new_rows(), self._steps.reader.new_row(4)
         self.model.forward(one, [[1, 1, 1, 1]])
         rows.join(one)
@@ -161,7 +161,7 @@ class Engine:
             run.put(EngineStopped(self._stopped))
 
     def _take_commands(self) -> None:
-        """Add and remove sequences. Wait for one if there is nothing to do."""
+        """Add and remove the sequences that callers begin and give up. If there is no sequence, wait for one."""
         idle = self._steps.rest()
         while idle or not self._commands.empty():
             begins, run = self._commands.get()

@@ -39,7 +39,7 @@ class Token(NamedTuple):
     ends: bool
     """True if it is one of the tokens that end a sequence."""
     last: bool
-    """True if none may follow: it ends the sequence, or the grammar is complete."""
+    """True if no token may follow: this token ends the sequence, or the grammar is complete."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,7 +82,7 @@ Made = tuple[SequenceRun, Token | Exception]
 class EngineSteps:
     """The sequences of an engine, its rows and its schedule. Only the engine's thread calls it.
 
-    `window` limits the number of rows times the tokens of the longest.
+    The number of rows times the tokens of the longest row is at most `window`.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class EngineSteps:
             self._give(run, token)
 
     def _reading_s(self, reading: Sequence[ScheduledSequence], load: EngineLoad) -> float:
-        """Return the seconds in which a step reads the prompt of one of these sequences."""
+        """Return the seconds that a step has for reading a prompt. `reading` has the sequence of this prompt, if there is one."""
         above = any(self._schedule.above_share(one) for one in reading)
         return self._admission.chunk_s(load, above_share=above)
 
@@ -182,7 +182,7 @@ class EngineSteps:
         return _overloaded(text, late_s) if late_s > 0 else None
 
     def _refuse_late(self) -> None:
-        """Fail the sequences that are next and would be late, if they have made no token."""
+        """Refuse the next waiting sequence while it would be late and has made no token."""
         while (sequence := self._schedule.next) is not None:
             run = self._runs[sequence]
             refusal = self._late(run, self._load(()), 1)

@@ -81,8 +81,8 @@ class LanguageModel:
     ) -> None:  # fmt: skip
         """The snapshot is the folder of a model: config.json, tokenizer files, safetensors.
 
-        At most `rows` sequences run together. `window` limits their number times the tokens of the longest one, and so the memory of their
-        keys and values. A single sequence has at most `window` tokens. `prefixes` are `context.prefixes`, or what
+        At most `rows` sequences run together. Their number times the tokens of the longest one is at most `window`, which limits the memory of
+        their keys and values. A single sequence has at most `window` tokens. `prefixes` are `context.prefixes`, or what
         `pilotflame snapshot prefixes` has written.
 
         `adapters` are `context.adapters`. At most `most_adapters` of them stay in the model while no sequence uses them: the least recently
@@ -133,7 +133,7 @@ class LanguageModel:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
         """Yield the pieces of the answers as they are made. The last piece of each answer says why it has ended.
 
-        Raises InputInvalid if the request does not fit the model, and Overloaded if the answer would come later than the request allows.
+        Raise InputInvalid if the request does not fit the model, and Overloaded if the answer would come later than the request allows.
         """
         if request.prompt_only:
             yield await self._planned(self._listed, request)

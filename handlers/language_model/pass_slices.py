@@ -41,7 +41,7 @@ class PassSlices:
             layer.register_forward_pre_hook(self._before_layer)
 
     def begin(self, run: Callable[[], Tensor], seconds: float) -> Tensor | None:
-        """Begin a pass and run its first slice. Return and raise what `advance` does."""
+        """Begin a pass and run its first slice. Return its result, or None if it has not ended. Raise what the pass raises."""
         if self._thread is None:
             # Make it a daemon, so that the worker's end does not wait for it.
             self._thread = threading.Thread(target=self._work, name="language-model-reads", daemon=True)

@@ -62,7 +62,7 @@ class PrefixBuilder:
     def declare(self, declared: DeclaredPrefixes, engine: Engine) -> None:
         """Let each worker give the declared prefixes to the engine.
 
-        Raise SettingsError, which names the field that does not fit. Also raise SettingsError if another model has these prefixes.
+        Raise SettingsError if another model has these prefixes, or if a prefix does not fit the model. The error names this prefix.
         """
         if declared.prepare is not None:
             raise SettingsError(

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 FILE = "prefixes.json"
 TENSORS = "prefixes.safetensors"
-# A part of the key of stored prefixes. Raise it when their files change.
+# A part of the key of stored prefixes. Increase it when their files get another form.
 FORMAT = 1
-# The tokens of a forward pass that reads a prefix. They limit the memory of its masks.
+# A forward pass reads at most this many tokens of a prefix, which limits the memory of its masks.
 READ_TOKENS = 1024
 
 

@@ -16,7 +16,7 @@ from .rows import Rows
 from .schedule import Chunk, ChunkTimes, ScheduledSequence
 
 LAYERS_A_STEP = 4
-"""The layers of a chunk that should fit into the time of a step."""
+"""The number of layers that a chunk's pass should run through in one step."""
 
 
 class PromptReader:
@@ -30,7 +30,7 @@ class PromptReader:
         layers = model.layers if model.adapters is None else []
         self._passes = PassSlices(layers, model.wait) if layers else None
         self.slices = max(1.0, len(layers) / LAYERS_A_STEP)
-        """How many steps a chunk takes beside rows."""
+        """The number of steps over which the pass of a chunk is spread while there are rows."""
         self._chunk: Chunk | None = None
         """The chunk whose pass has begun and not ended."""
         self._taken_s = 0.0
@@ -39,7 +39,7 @@ class PromptReader:
         self.times = ChunkTimes()
 
     def tokens(self, slice_s: float) -> int:
-        """Return how many tokens the next chunk has, if each step has `slice_s` seconds for it. `slice_s` is 0 without other work."""
+        """Return how many tokens the next chunk has, if each step has `slice_s` seconds for it. `slice_s` is 0 without rows."""
         if self._chunk is not None:
             return self._chunk.end - self._chunk.begin
         return self.times.tokens_within(slice_s * self.slices)

@@ -10,8 +10,8 @@ from .chat_form import THOUGHT
 from .contract import Delta, Effort, GenerationRequest, PromptTokens
 
 CHARS_A_TOKEN = 8
-"""A text with more characters for each token that a prompt may have is turned into tokens in parts. It is refused as soon as the
-parts have too many tokens.
+"""If a text has more than this number of characters for each token that a prompt may have, it is turned into tokens part by part, and
+is refused as soon as the parts have too many tokens.
 """
 MOST_VALUES, TOKEN_VALUES = 300_000, 6
 """The most values in the logprobs of a prompt. Each token of the prompt counts as TOKEN_VALUES values, and each of the likeliest

@@ -147,7 +147,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     get_max_cache_shape = get_max_length
 
     def columns(self, row: int, length: int) -> tuple[Tensor, Tensor] | None:
-        """Return the keys and values of a row in its last columns; None if there are none."""
+        """Return the keys and values of a row in its last columns; None if the layer has no memory."""
         if self.keys is None or self.values is None:
             return None
         end = self._rows.end - self._first

@@ -23,7 +23,7 @@ from .times import TimeLine
 LEAST_CHUNK, MOST_CHUNK = 4, 512
 """The fewest and the most tokens of a chunk. The last chunk of a prompt may have fewer."""
 REGAINED = 64
-"""After memory has run out, each step increases the tokens that the rows may have by one part in REGAINED, and by its new tokens."""
+"""After memory has run out, each step raises the limit of the rows' tokens by 1/REGAINED of the limit, and by the number of rows."""
 DECAY = 0.95
 """The weight of a chunk's time is multiplied by this with each later chunk."""
 
@@ -103,7 +103,7 @@ class StepSchedule:
         own = 1 + sum(one.tenant == sequence.tenant for one in self._waiting)
         for one in sorted(self._waiting, key=_age):
             turns[one.tenant] += one.priority == sequence.priority
-            # Another tenant's later prompts come after this one.
+            # Tenants take turns: count as many prompts of each tenant as the tenant of `sequence` has up to `sequence`.
             rival = one.priority == sequence.priority and turns[one.tenant] <= own
             if one.priority < sequence.priority or rival:
                 before.append(one)
@@ -149,8 +149,8 @@ class StepSchedule:
     def done(self, step: EngineStep, *, read: bool = True) -> None:
         """Record a step. Its rows have one more token.
 
-        `read` is False if a part of the chunk is left. Then the next step must get the same number of tokens, and has the same chunk, unless
-        its sequence has left.
+        `read` is False if the pass of the chunk has not ended. The next step then has the same chunk, unless its sequence has
+        left: the caller must give that step the same `chunk_tokens`.
         """
         for sequence in step.rows:
             sequence.tokens += 1
@@ -294,7 +294,7 @@ class ChunkTimes:
         self._times.note(tokens, taken_s)
 
     def line(self) -> tuple[float, float]:
-        """Return the seconds of a pass, and of each token. If all chunks have one size, the seconds of a pass are 0."""
+        """Return the seconds of a pass without its tokens, and the seconds of a token. If all chunks have one size, the first number is 0."""
         return self._times.fit(least=0.1, level=1.0)
 
     def tokens_within(self, seconds: float) -> int:

@@ -21,8 +21,8 @@ class TimeLine:
     def fit(self, *, least: float = 0.0, level: float = 0.0) -> tuple[float, float]:
         """Return the seconds of a pass, and of each item; (0, 0) before the first measurement.
 
-        An item takes at least the share `least` of the mean time of an item. If all passes have the same size, there is no line, and
-        an item takes the share `level` of this mean time.
+        The time of an item is at least `least` times the mean time of an item. Passes of one size determine no line: then the
+        time of an item is `level` times this mean.
         """
         count, n, t, nn, nt = self._sums
         if not n:

@@ -85,7 +85,7 @@ def _among(scores: Tensor, samplings: Sequence[Sampling], random: Sequence[float
 
 
 def _picked(shares: Tensor, random: Sequence[float]) -> Tensor:
-    """Return the column (rows, 1) in which each row's random share of the sum of `shares` lies."""
+    """Draw a column for each row with its shares as weights, from a random number for each row. Return (rows, 1)."""
     sums = shares.cumsum(-1, dtype=torch.float64)
     wanted = torch.tensor(random, dtype=torch.float64, device=shares.device)[:, None] * sums[:, -1:]
     # Stay below the sum, so that a share of 0 at the end is never picked.

@@ -36,7 +36,7 @@ class VllmAnswers:
     def deltas(self, output: Any) -> Iterator[Delta]:
         """Yield the pieces of a RequestOutput, whose texts and tokens follow those of earlier ones.
 
-        Raise HandlerFailed if vLLM has ended an answer before its end, and OutputInvalid if an answer does not have its format.
+        Raise HandlerFailed if vLLM has aborted an answer, and OutputInvalid if an answer does not have its format.
         """
         self._usage.cached_tokens = output.num_cached_tokens or 0
         for one in output.outputs:

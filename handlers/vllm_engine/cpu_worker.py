@@ -18,9 +18,9 @@ WARM_UP_TOKENS = 8
 class SmallWarmUp(CPUWorker):  # type: ignore[misc, unused-ignore]
     """A worker that loads compiled code with a pass of few tokens.
 
-    The pass of vLLM's own worker has as many tokens as a batch may have. It takes two minutes for 400 MB of weights. Its
-    measurement has no effect if the configuration sets the memory for keys and values. The first pass, which compiles, keeps its
-    full size, because the compiler uses the size.
+    vLLM's own worker runs a pass with as many tokens as a batch may have, which takes two minutes for 400 MB of weights. This
+    pass measures the memory for keys and values, but has no effect if the configuration sets this memory. If there is no compiled
+    code yet, the pass keeps its full size, because the compiler uses the size.
     """
 
     def determine_available_memory(self) -> int:

@@ -254,7 +254,7 @@ def _run_engine_core(asked: dict[str, Any], config: Any) -> None:
 
 
 def forget_devices() -> None:
-    """Forget the facts about the node's first GPU that vLLM has stored in the zygote. This process may have another model of GPU."""
+    """Forget the facts about the node's first GPU that vLLM has stored in the zygote. This process may use a GPU of another model."""
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     if (forget := getattr(current_platform.get_device_capability, "cache_clear", None)) is not None:

@@ -101,8 +101,8 @@ def configured(folder: str, engine_args: dict[str, Any]) -> Any:
 class VllmModel:
     """The tokenizer and the chat template of a model, vLLM's configuration, and its engine, which `setup` starts in a worker.
 
-    The engine core runs in a process that `forked` forks. Without the call of `forked`, or if vLLM lacks what that needs, vLLM
-    starts the process itself, which takes tens of seconds.
+    The engine core runs in a process that `forked` forks. If `forked` is not called, or `_lack` names a reason,
+    vLLM starts the process itself, which takes tens of seconds.
     """
 
     def __init__(self, snapshot: Snapshot, *, adapters: Adapters | None = None, **engine_args: Any) -> None:
@@ -188,7 +188,7 @@ class VllmModel:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
         """Yield the pieces of the answers as they are made. The last piece of each answer says why it has ended.
 
-        If the iterator is closed, vLLM aborts the request. Raises InputInvalid if the request does not fit the model, Overloaded if
+        If the iterator is closed, vLLM aborts the request. Raise InputInvalid if the request does not fit the model, Overloaded if
         vLLM's queue is full, and HandlerFailed if vLLM fails. If the engine has died, the worker retires.
         """
         engine = self._running()

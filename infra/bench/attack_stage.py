@@ -47,7 +47,7 @@ class Breach(Exception):
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack. `act` returns how it was refused or contained, or raises Breach. Before it, `prepare` runs without load.
+    """An attack. `act` returns how it was refused or contained, or raises Breach. Before `act`, `prepare` runs without load.
 
     The hostile tenant deploys `handler`, a file in tests/hostile, with `settings` in a container, as the function evil.
     The function shared is slow, and beta may call it, too. `gateway` has settings of the gateway, and `functions` is the number
@@ -82,7 +82,7 @@ def attack(tries: str, **fields: Any) -> Callable[[Act], Act]:
 
 @dataclass
 class Stage:
-    """`seconds` and `jobs` are the duration of an attack and its number of queued jobs. `seen` is what `held` returned.
+    """`seconds` and `jobs` are the duration of an attack and its number of queued jobs. `seen` has the results of `held`.
 
     An attack is contained if there are no `faults`. `text` says how, and `cells` are columns of the table.
     """
@@ -101,7 +101,7 @@ class Stage:
     faults: list[str] = field(default_factory=list)
     cells: list[str] = field(default_factory=list)
     canary: str = field(default_factory=lambda: f"canary-{secrets.token_hex(16)}")
-    """A text of the other tenants, in a secret, in the environment of hello, and in inputs."""
+    """A text that only the other tenants may know: a secret and a variable of hello have it, and so have some inputs."""
     server: Server = field(init=False)
     _stack: ExitStack = field(default_factory=ExitStack)
 

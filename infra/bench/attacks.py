@@ -25,7 +25,7 @@ MOST_LOG_MB, MOST_WRITTEN_MB, MOST_RESULTS_MB, MOST_KEPT_MB, MOST_WAIT_S = 100, 
 
 
 def spied(stage: Stage, do: str) -> str:
-    """Let the spy look in one way until the time is over."""
+    """Call the spy again and again until the attack is over. `do` says where it looks: a key of SPIED, or "build"."""
     run, rounds = f"{stage.state}/run", 0
     event: dict[str, Any] = {"link": f"{run}/link.sock", "port": urlsplit(stage.server.url).port}
     event["sockets"] = [f"{run}/own.sock", stage.engine.removeprefix("unix://")]

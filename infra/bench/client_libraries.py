@@ -60,7 +60,7 @@ class HttpClient(Client):
 
 
 class Obstore(Client):
-    """obstore: ranges in threads. Its calls release Python's lock. The received memory is its own, or is copied into kept memory."""
+    """obstore: ranges in threads. Its calls release Python's lock. The bytes stay in memory that obstore has made, or are copied into kept memory."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)

@@ -62,7 +62,7 @@ READS = 9
 class Fleet:
     """A gateway with functions that have the same code, and what was measured of it.
 
-    A gateway closes connections that are idle for long, so each turn begins with `control.close()` and a new one.
+    A gateway closes connections that are idle for long, so each turn begins with `control.close()`. The next request then opens a new connection.
     """
 
     size: int
@@ -123,7 +123,7 @@ class Fleet:
             self.ahead += 1
 
     def count_looks(self, name: str) -> None:
-        """Count the looks at revisions from a call at zero to its answer."""
+        """Note how often the reconciler looks at a revision between a call of a function at zero and its answer."""
         self.control.wait_for(name, workers=0, standby=True)
         before = self._looks()
         if self.control.invoke(name, {}).cold:
@@ -148,7 +148,7 @@ class Fleet:
         self.warm_ms += [self.control.invoke(name, {}).ms for _ in range(WARM_CALLS)]
 
     def burst(self) -> None:
-        """Call BURST functions at one instant, all of which are at zero."""
+        """Call BURST functions that are at zero, all at one instant."""
         self.control.close()
         names = self.some(BURST)
         for name in names:
@@ -157,7 +157,7 @@ class Fleet:
         self.starts_per_s.append(len(names) / tally.wall_s)
 
     def read_growing(self) -> None:
-        """Note for how long the gateway answered nothing else while it made each of GROWING: the median of READS times."""
+        """Note the longest wait of other requests while the gateway makes each answer of GROWING: the median of READS tries."""
         self.control.close()
         with ThreadPoolExecutor(1) as pool:
             for path in GROWING:

@@ -70,8 +70,8 @@ class Case:
         self.snapshots.pin(lambda: False)
 
     def begin(self) -> float:
-        """Begin to copy the weights to the device. Park them first if they are there. Return the time of the
-        clock in seconds.
+        """Begin to copy the weights to the device. Park them first if they are there. Return when the copy began,
+        in seconds of the clock.
         """
         again = bool(self._snapshot.modules.uploads)
         if again:
@@ -129,7 +129,7 @@ class GpuBench:
         self._case = Case(folder, width, device)
 
     def copies(self) -> None:
-        """Enter the share of the ceiling and the ratio to the loader, a pass that begins with the copy, and parking."""
+        """Enter the speed of a copy relative to raw copies and to safetensors, and the times of a pass that begins with the copy, and of parking."""
         case = self._case
         case.copy_s()
         right = case.answer()
@@ -156,7 +156,7 @@ class GpuBench:
         self._right, self._raw_ms = right, raw_s * 1e3
 
     def functions(self) -> None:
-        """Enter the first call of a function at zero, and calls of two functions in turn that do not fit together."""
+        """Enter the first call of a function at zero, and alternating calls of two functions that do not fit on the device together."""
         total_mb = (
             torch.cuda.get_device_properties(0).total_memory >> 20 if self._device == "cuda" else SIMULATED_MB
         )
@@ -178,7 +178,7 @@ class GpuBench:
         self._report.add("turns_answered", TURNS, "", f"== {TURNS}")
 
     def language_model(self) -> None:
-        """Enter the first token of a language model from zero, and the ratio of a fresh process to it."""
+        """Enter the time to the first token of a language model from zero, and how many times longer a fresh process takes."""
         folder = self._folder / "model"
         write_model(folder, self._case.bytes, self._where)
         size_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

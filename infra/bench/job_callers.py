@@ -21,7 +21,7 @@ ANSWER_S = 30.0
 MAX_OPEN = 120
 PIECES = 3
 KEYED, TWICE, AGAIN, HOOKED = 0.7, 0.3, 0.15, 0.5
-"""Shares: of jobs with a key; of these, sent twice at once; of calls that repeat an old key; of jobs with a webhook."""
+"""Probabilities: that a new job has a key, that such a job is sent twice at once, that an old job is repeated, that a job has a webhook."""
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class JobCallers:
                 await self.look(session, job)
 
     def right(self, job: AcceptedJob) -> bool:
-        """Whether a completed job has the right output."""
+        """Return True if a completed job has the right output."""
         return job.result == _result(_wanted(self._functions[job.function], job.number))
 
     async def _new(self, session: aiohttp.ClientSession) -> None:

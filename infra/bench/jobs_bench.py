@@ -104,7 +104,7 @@ async def run_job(store: SqlJobStore, number: int) -> None:
 
 
 async def status_growth(report: Report, folder: Path, plan: Plan) -> None:
-    """Enter status_p99_growth: the latency of status with many finished jobs over that with few, in turns."""
+    """Enter status_p99_growth: the p99 of status with many finished jobs, divided by the p99 with few. The two stores take turns."""
     few, many = folder / "few.db", folder / "many.db"
     for path, count in ((few, BASE), (many, plan.finished)):
         async with opened(path) as store:

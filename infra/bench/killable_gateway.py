@@ -76,7 +76,7 @@ class KillableGateway:
         return False
 
     def left(self, timeout_s: float) -> list[str]:
-        """Return and end the processes that are alive `timeout_s` after all gateways have ended."""
+        """End the processes that are still alive `timeout_s` after the call, when all gateways have ended. Return their titles."""
         # Find the processes by their titles: a process that has set its title has no environment to read.
         titled = (
             one

@@ -76,7 +76,7 @@ async def seven_beside(engine: Engine, *, flood: bool, named: bool) -> Times:
 
 
 def ratios(make: Callable[[], Engine], rounds: int, *, named: bool = True) -> tuple[float, float, str]:
-    """Return two ratios of medians, of times to the first token and between tokens, and the medians in words."""
+    """Return how many times as long tokens take beside the flood: the first ones, the later ones, and the last round's times in words."""
     found: list[tuple[float, float]] = []
     words = ""
     for _ in range(rounds):

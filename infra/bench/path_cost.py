@@ -49,7 +49,7 @@ NOTHING = Used(0.0, 0.0, 0.0)
 # The processes of a cold start, as the figures name them.
 PROCESSES = {"gateway": "gateway", "zygote": "zygote", "child": "children"}
 UNITS = {"hello": ("us", 1e6), "job": ("us", 1e6), "cold": ("ms", 1e3)}
-"""The unit of the CPU time of one call or job, and its number in a second."""
+"""The unit of the CPU time of one call or job, and how many of this unit a second has."""
 JOB_BODY = b'{"input": %s}' % hello.BODY
 JOBS_WAIT_S, LOOK_S = 60.0, 0.02
 

@@ -62,13 +62,13 @@ class Outcome:
     ladder: str
     price: float
     best_fixed: float
-    """Cost, relative to the best timeout."""
+    """The cost, as a multiple of the cost of the best fixed timeout."""
     optimum: float
     """Cost, relative to the offline optimum without steps up."""
     waiting_at_equal_cost: float
-    """Time that callers wait, relative to the best timeout of the same cost."""
+    """The time that callers wait, as a multiple of that with the best fixed timeout of the same cost."""
     cold_at_equal_cost: float
-    """Requests that wait, relative to the best timeout of the same cost."""
+    """The number of requests that wait, as a multiple of that with the best fixed timeout of the same cost."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Totals:
 
 
 def timeouts(ladder: Ladder) -> FloatArray:
-    """Return the plans that stay READY until a timeout and then go to the lowest rung of the plan, for all pairs."""
+    """Return a plan for each pair of a rung and a timeout. The plan stays READY until the timeout, and then goes to the rung at once."""
     rungs = len(ladder.rungs)
     return np.array([
         [math.inf if rung > floor else at_s for rung in range(1, rungs)]
@@ -126,7 +126,7 @@ def optimum(arrivals: Sequence[float], ladder: Ladder, prices: Sequence[float]) 
     ], axis=1)  # fmt: skip
     due = np.zeros((len(arrivals) + 1, 2, len(prices), len(rungs)))
     for number in reversed(range(len(arrivals))):
-        # The axes: the rung of the last wake, with steps up or without, the price, the rung of the next wake.
+        # The axes: the rung of the last wake, without or with steps up, the price, the rung of the next wake.
         best = (resting[number][:, :, None, :] + due[following[number]]).min(axis=3)
         first = best[0]
         due[number] = waking[number] + best.transpose(1, 2, 0)
@@ -134,7 +134,7 @@ def optimum(arrivals: Sequence[float], ladder: Ladder, prices: Sequence[float]) 
 
 
 def _resting(idles: FloatArray, ladder: Ladder) -> FloatArray:
-    """Return what an idle period costs that ends on a rung, by arrival, last wake, with steps up or without, and rung."""
+    """Return the costs of idle periods. The axes: the arrival, the rung of the last wake, without or with steps up, the rung at the end."""
     holds, wakes = ([getattr(rung, name) for rung in ladder.rungs] for name in ("hold_per_s", "wake_s"))
     costs = np.empty((*idles.shape, 2, len(holds)))
     for rung in range(len(holds)):

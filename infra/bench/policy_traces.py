@@ -1,4 +1,4 @@
-"""Arrivals of functions with many patterns, for benchmarks of the keep-alive policy. Each class is a list of functions."""
+"""Arrivals of requests in many patterns, for benchmarks of the keep-alive policy. Each class is a list of functions."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _lognormal(rnd: random.Random, sigma: float, median_s: float = 30.0) -> Gaps
 
 
 def _bursts(rnd: random.Random, mean_s: float) -> Gaps:
-    """Yield the gaps of bursts of 10 to 100 calls, which are a quarter of a second apart on average."""
+    """Yield the gaps in and between bursts. A burst has 10 to 100 calls, a quarter of a second apart on average."""
     while True:
         yield rnd.expovariate(1 / mean_s)
         for _ in range(rnd.randint(10, 100) - 1):

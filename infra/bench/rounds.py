@@ -59,7 +59,7 @@ class Rounds:
         return [self.size_bytes / 1e9 / seconds for seconds in self.seconds.get(name, [])]
 
     def ratio(self, name: str, to: str) -> float:
-        """Return how much faster `name` was than `to` in the same round: the median."""
+        """Return how many times faster `name` was than `to` in the same round: the median of the rounds."""
         pairs = zip(self.seconds[name], self.seconds[to], strict=True)
         return median([other / own for own, other in pairs])
 

@@ -1,4 +1,4 @@
-"""Jobs on PostgreSQL beside jobs on SQLite: of a store, and of whole gateways, with `pgbench` as the floor. Both write durably (fsync)."""
+"""Compares jobs on PostgreSQL with jobs on SQLite, in a store and in whole gateways. Both write durably (fsync). `pgbench` is the floor."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def beside_postgresql(report: Report, file: SqlJobStore, run_job: Job, rou
 
 
 async def over_gateways(report: Report, rounds: int, count: int) -> None:
-    """Enter the rate of jobs of three gateways on PostgreSQL over that of one gateway on SQLite, each from submit to end."""
+    """Enter the rate of jobs of three gateways on PostgreSQL, divided by the rate of one gateway on SQLite. A job lasts from submit to end."""
     ratios = list[float]()
     async with contextlib.AsyncExitStack() as stack:
         server = stack.enter_context(postgres_server())

@@ -60,8 +60,8 @@ class Transfers:
             report.add(f"{group}_{memory}_client_ratio", ratios[best], f"x {best}", f">= {ratio}")
 
     def verify(self, report: Report) -> None:
-        """Enter verify_cost: the seconds that verifying adds to 1 GB, and so its share for a source that
-        sends 1 GB/s.
+        """Enter verify_cost: the seconds that verifying adds to a fetch of 1 GB. If the source sends 1 GB/s,
+        this is also the share of the time that verifying adds.
         """
         with self._ours(kept=True, tls=False) as mine:
             entries = [Entry(mine, "verified"), Entry(mine, "not verified", {"verify": False})]

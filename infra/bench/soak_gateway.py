@@ -33,7 +33,7 @@ WARM_UP_HOURS = 2
 SETTLE_S = 60.0
 COUNTS = 5
 COUNTS_FILE = "counts.json"
-# Growth of the gateway's memory that the allocator explains, and of its objects that are caches with a limit.
+# Growth of the gateway's memory that the allocator explains, and growth of its number of objects that caches with a limit explain.
 MEMORY_MB = 12.0
 OBJECTS = 0.15
 AT_ONCE = 8

@@ -203,8 +203,8 @@ class Soak:
             report.note(text)
 
     def _check_runs(self, callers: JobCallers, report: Report) -> None:
-        """Check the lines that the handlers wrote: job, attempt, pid, number. All runs of the number of a key
-        must have one id.
+        """Check the lines that the handlers wrote: job, attempt, pid, number. If a job has a key, all lines with
+        its number must name this job.
         """
         ids: dict[int, set[str]] = {}
         for line in (self._root / "runs").read_text().splitlines():

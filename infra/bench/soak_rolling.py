@@ -127,7 +127,7 @@ class Instances:
         await self._end(old)
 
     async def call(self, stop: asyncio.Event) -> None:
-        """Call one endpoint or another until `stop`."""
+        """Call endpoints, each chosen at random, until `stop` is set."""
         path = "/" if self._alone else f"/invoke/{NAME}"
         while not stop.is_set():
             event = {"s": random.uniform(0, LONGEST_CALL_S)}

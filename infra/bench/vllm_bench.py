@@ -137,7 +137,7 @@ class Ours:
         ]
 
     def to_zero(self, *, standby: bool) -> None:
-        """Wait until only the zygote is left, and the standby as requested."""
+        """End the workers. With `standby`, wait until there is a standby. Without it, kill the standbys."""
         with closing(Control(self.server.url)) as control:
             for worker in self.processes("worker"):
                 worker.terminate()
@@ -172,7 +172,7 @@ def ours(folder: Path, *, eager: bool, state: Path | None = None) -> Iterator[Ou
 
 
 def starts(report: Report, name: str, folder: Path, pairs: int, *, eager: bool) -> float:
-    """Measure pairs of starts, and return the median of the ratios from ZYGOTE."""
+    """Measure pairs of starts. Return the median ratio of our start from ZYGOTE to the start of vLLM's own server."""
     kind = "eager" if eager else "compiled"
     found: dict[str, list[float]] = {"own": [], "zygote": [], "standby": [], "ratio": []}
     with tempfile.TemporaryDirectory(prefix="pf-vllm-") as caches, ours(folder, eager=eager) as function:
@@ -200,7 +200,7 @@ def starts(report: Report, name: str, folder: Path, pairs: int, *, eager: bool) 
 
 
 def local_s(folder: Path) -> float:
-    """Return the seconds from a start of the gateway, which has no zygote, to the first token."""
+    """Return the seconds from a call to its first token, right after a start of the gateway, when there is no zygote."""
     with tempfile.TemporaryDirectory(prefix="pf-vllm-") as state:
         with ours(folder, eager=True, state=Path(state)):
             pass
@@ -284,7 +284,7 @@ def private_mb(folder: Path) -> float:
 
 
 def measure(report: Report, pairs: int, compiled: int, rounds: int, parts: Sequence[str] = PARTS) -> None:
-    """Add the figures of `parts` to a report. `pairs` and `compiled` are numbers of pairs of starts, `rounds` is of streams."""
+    """Add the figures of `parts` to a report. `pairs` and `compiled` are the numbers of pairs of starts without and with compiled code."""
     vllm_environment.python()
     with tempfile.TemporaryDirectory(prefix="pf-vllm-", dir="/tmp") as made:
         folders = {name: Path(made) / name for name in SHAPES}

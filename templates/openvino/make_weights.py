@@ -18,7 +18,7 @@ STEPS = 1000
 
 
 def train() -> nn.Module:
-    """A small network that has learned sin(x) for x from -3.14 to 3.14."""
+    """Return a small network that has learned sin(x) for x from -3.14 to 3.14."""
     torch.manual_seed(0)
     # More threads would slow down a module this small.
     torch.set_num_threads(1)

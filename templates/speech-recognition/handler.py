@@ -1,4 +1,4 @@
-"""The text of a recording, from a Hugging Face speech model: Whisper and its kin, or one with CTC as wav2vec 2.0.
+"""The text of a recording, from a Hugging Face speech model: Whisper and its kin, or a model with CTC such as wav2vec 2.0.
 
 The snapshot is the model's folder: config.json, tokenizer and preprocessor files, safetensors. An event is the bytes
 of a WAV file (16 bits), or JSON with the same bytes in base64.

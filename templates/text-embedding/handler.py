@@ -54,7 +54,7 @@ class Encoder:
         return tokens.to(self.model.device)
 
     def check(self, tokens: list[int]) -> None:
-        """Raise InputInvalid for tokens that the model's tokenizer does not make, as far as they show it."""
+        """Raise InputInvalid if there are too many tokens, or if they show that another tokenizer made them."""
         special = self.tokenizer("").input_ids
         if len(tokens) > self.max_tokens:
             message = f"This model's maximum context length is {self.max_tokens} tokens, and an input has {len(tokens)}."

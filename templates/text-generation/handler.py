@@ -1,7 +1,7 @@
 """Text from any Hugging Face causal language model, for many callers at once, piece by piece as it is made.
 
 The snapshot is the model's folder: config.json, tokenizer files, safetensors. The weights lie on a GPU if there is one,
-and are mapped otherwise. A prompt is read while weights still arrive, because each layer waits for its own only.
+and are mapped otherwise. A prompt is read while weights still arrive, because each layer waits only for its own weights.
 """
 
 from collections.abc import AsyncIterator

@@ -12,7 +12,7 @@ STEPS = 150
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return one of bytes: it knows every text, and a character may be several tokens."""
+    """Return a tokenizer whose tokens are bytes. It knows every text, and a character may be several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({text: number for number, text in enumerate([*alphabet, END])}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

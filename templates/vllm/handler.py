@@ -13,7 +13,7 @@ from pilotflame.handlers.vllm_engine.model import VllmModel
 
 
 def build(context: pilotflame.Context) -> VllmModel:
-    """Runs once per revision: vLLM's configuration, the tokenizer. Fields of vLLM's AsyncEngineArgs are arguments here, such as max_model_len."""
+    """Runs once per revision: make vLLM's configuration and the tokenizer. Fields of vLLM's AsyncEngineArgs are arguments here, such as max_model_len."""
     return VllmModel(context.snapshot, adapters=context.adapters)
 
 

@@ -429,7 +429,7 @@ LONG = [f"X-Long-{number}: {'x' * 8000}" for number in range(12)]
 @pytest.mark.parametrize("asked", [0, 1], ids=["first-request", "kept-alive"])
 @pytest.mark.parametrize("path", ["/healthz", "/invoke/nobody", "/nothing"])
 async def test_a_header_of_more_than_64_kib_is_refused(state, asked: int, path: str):
-    """Both a complete header and an unfinished one."""
+    """The gateway refuses both a complete header and an unfinished one."""
     async with gateway_here(state) as gateway:
         for ending in ("", "\r\n\r\n"):
             async with wire(gateway) as connection:

@@ -45,7 +45,7 @@ SETTINGS = {
     "after": "planted-upstream", "request_log.sample": 1e-9, "budget.seconds_per_day": 1000,
     "schedule": [{"cron": "0 4 1 1 *", "workers": 1}],
 }  # fmt: skip
-# Its snapshot is deleted after the deploy.
+# A handler whose snapshot is deleted after the deploy.
 UNREAD = "def setup(context):\n    context.snapshot.open()\n\ndef handler(event):\n    return event\n"
 STARTING = ("/invoke/{function}", "/v2/{function}/warmup", "/v2/{function}/runsync")
 STARTED = ("victim", "broken", "unread")

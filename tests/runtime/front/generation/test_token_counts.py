@@ -189,7 +189,7 @@ async def test_a_reservation_is_settled_once_at_every_end(calls: list[tuple[str,
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def limited() -> AsyncIterator[tuple[Gateway, dict[str, dict[str, str]]]]:
-    """Yield a gateway, and the headers of keys that admit four requests at once, and then one request in 1,000 seconds."""
+    """Yield a gateway and the headers of each key. A key admits four requests at once, and later one in 1,000 seconds."""
     with short_folder() as folder:
         async with gateway_here(folder / "state") as gateway:
             await gateway.deploy(SCRIPTED, name="model")

@@ -29,7 +29,7 @@ async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"" if script else b"<script>document.title = 'ran'</script>"})
 """
-# Counts the requests and WebSockets that reach it, and answers all of them. `/calls` returns the count.
+# An app that counts the requests and WebSockets that reach it, and answers all of them. `/calls` returns the count.
 VICTIM = """
 calls = 0
 async def app(scope, receive, send):

@@ -49,7 +49,7 @@ class Counted(OpenConnections):
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    """Nothing is collected during the test: a connection must end without the garbage collector."""
+    """Disable the garbage collector during the test, because a connection must end without it."""
     gc.disable()
     yield
     gc.enable()
@@ -59,7 +59,7 @@ def no_gc() -> Iterator[None]:
 @pytest.mark.parametrize("turns", range(4))
 @pytest.mark.usefixtures("no_gc")
 async def test_each_accepted_connection_ends(turns: int, secure: bool):
-    """Whether its task has begun or not: a client that got no answer would wait until its own deadline."""
+    """It ends whether its task has begun or not. A client without an answer would wait until its own deadline."""
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if secure else None
     if tls is not None:
         trustme.CA().issue_cert("127.0.0.1").configure_cert(tls)

@@ -70,8 +70,8 @@ def test_the_oldest_idle_connection_is_closed_for_a_new_one(enter: Enter) -> Non
     connections = OpenConnections(Origins(()), 4)
     places = some(enter, connections, "192.0.2.1", "192.0.2.2", "192.0.2.3")
     places[0].connection.is_busy = True  # type: ignore[union-attr,misc]
-    # Connections without an admitted request may have three of the four places, and have all three. So the oldest idle
-    # connection is closed.
+    # Connections without an admitted request may use three of the four places, and these connections use all three. So the
+    # oldest idle connection is closed.
     assert enter(connections, "192.0.2.4") is not None
     assert aborted(places) == [False, True, False]
     for place in places:

@@ -169,7 +169,7 @@ async def test_a_message_stays_hidden_while_its_job_runs(
     began = message.visible_at
 
     async def renewed() -> bool:
-        # Later than the first visibility timeout.
+        # The message stays hidden for longer than the first visibility timeout.
         return bool(message.visible_at > began + 1000)
 
     await until(renewed, "the message is renewed")
@@ -480,7 +480,7 @@ async def test_malformed_responses_are_logged_and_end_nothing(deploy, queue) -> 
 
 @asynccontextmanager
 async def nonsense(answers: list[bytes], status: int = 200) -> AsyncIterator[str]:
-    """A server that is not SQS: it sends these responses in order, then the last one forever."""
+    """Run a server that is not SQS. It sends these responses in order, and then the last one forever."""
 
     async def answer(request: web.Request) -> web.Response:
         await request.read()
@@ -518,7 +518,7 @@ async def test_a_message_that_is_delivered_again_before_its_release_is_confirmed
 
 @asynccontextmanager
 async def hasty() -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """An SQS with one message. When a release is requested, it delivers the message again before it confirms the release."""
+    """Run an SQS with one message. When a release is requested, it delivers the message again before it confirms the release."""
     visible, delivered, deleted = asyncio.Event(), asyncio.Event(), asyncio.Event()
     visible.set()
 

@@ -35,7 +35,7 @@ TestStore = SqliteMachine.TestCase
 
 
 class FilesMachine(SqliteMachine):
-    """Does the same, but stores all bodies of more than two bytes in files."""
+    """Run SqliteMachine, but store all bodies of more than two bytes in files."""
 
     most_inline = 2
 

@@ -50,7 +50,7 @@ class TestJobStoreWithFiles(JobStoreTests):
 
 
 async def test_an_owner_leaves_places_in_the_queue_for_others(store: SqliteJobStore) -> None:
-    """An owner may queue up to 9 times as many jobs, and as many bytes, as the queue can still take after that."""
+    """The jobs of an owner, and their bytes, may be at most 9 times what the queue still has room for afterwards."""
     for _ in range(90):
         await store.submit(new_job(owner="greedy", max_queued=100))
     with pytest.raises(QueueFull, match="your 90 jobs"):

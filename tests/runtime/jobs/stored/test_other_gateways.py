@@ -32,7 +32,7 @@ class _Attempt:
 
 
 class JobsElsewhere:
-    """A store whose job is as given. During each read, `meanwhile` is called."""
+    """A store with one job in this state and with this number of attempts. Each read calls `meanwhile`."""
 
     def __init__(self, state: JobState, attempts: int) -> None:
         self._job = SimpleNamespace(id="j", state=state, attempts=attempts)

@@ -214,7 +214,7 @@ class History:
             self.live = response.json()["revision"]
             self.right[self.live] = self.here, {name: (self.root / name).read_bytes() for name in FILES}
         elif response.status_code == 201:
-            # `here` is None while the weights are damaged. Putting them back byte for byte sets it again.
+            # `here` is None while the weights are damaged. Putting the weights back byte for byte sets `here` again.
             raise AssertionError(f"damaged weights were deployed after {self.steps}")
 
     def change(self, how: str) -> None:

@@ -1,5 +1,5 @@
 """The last line that a base or fetcher printed:
-an error has it for the function's owner alone, and only if the line is recent enough to explain the end of the process.
+only the function's owner sees it in an error, and only if it is recent enough to explain the end of the process.
 """
 
 import json

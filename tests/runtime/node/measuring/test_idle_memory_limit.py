@@ -66,8 +66,8 @@ async def test_a_function_that_rests_causes_no_more_checks(state, quick, monkeyp
         before = len(checks)
         await gateway.deploy(HEAVY)
         await asyncio.sleep(20 * SETTLE_S)
-        # The start of the second function's worker causes a check, its deploy causes one, and more follow until the worker is
-        # idle. The function that rests causes none.
+        # The start of the second function's worker causes a check, its deploy causes another, and more follow until the
+        # worker is idle. The resting function causes no check.
         assert before < len(checks) <= before + 5
 
 

@@ -259,7 +259,7 @@ async def test_local_weights_are_compared_in_the_background_and_only_after_a_cha
 async def test_a_part_that_was_compared_is_not_read_again(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # With a second name, the version of the shard has no time of the last change, which cannot be set.
+    # Give the shard a second name: its version then leaves out the time of the last change, which a test cannot set.
     (tmp_path / "second").hardlink_to(weights / SHARD)
     os.utime(weights / SHARD, (1.5, 1.5))
     reads, read = list[int](), ComparedShards._read
@@ -278,7 +278,7 @@ async def test_a_part_that_was_compared_is_not_read_again(
         describe_local(weights, folder, part, lambda _: None, rules, earlier=earlier, stored=False)
         found.append(len(reads))
         earlier = folder
-    # The other half and the whole have bytes that were not compared; the half has none that the whole lacks.
+    # The second half and the whole have bytes that were not compared before. The first half has none beyond the whole.
     assert found == [1, 1, 2, 3, 3, 3]
 
 

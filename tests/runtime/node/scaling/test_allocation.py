@@ -957,7 +957,7 @@ def test_over_time_all_callers_are_answered_and_the_node_comes_to_rest(
     assert sum(one.answered for one in node.revisions.values()) == calls
     assert node.again_s == math.inf
     assert all(len(one.processes) == one.least for one in node.revisions.values())
-    # Each revision that is served earlier has one turn: ten seconds, the end of its calls, and the start of the next revision.
+    # Each other revision may have one turn before: PATIENCE_S, the longest start and call, and the ends of two processes.
     slowest_s = max(one.start_s + one.call_s for one in node.revisions.values())
     assert node.longest_wait_s <= (len(keys) - 1) * (PATIENCE_S + slowest_s + 2 * END_S)
 

@@ -231,8 +231,8 @@ def test_none_starts_for_what_has_ended_before_it_is_awake(
     start = decide(spec, seen, NOW_S).start
     if queued * each_s <= (ready + starting) * wake_s:
         assert not start
-    # With one worker fewer, the remaining work would take longer than a start, and longer than TARGET_S. With all of them
-    # it takes no longer than one of the two, unless more workers are not allowed or would have no call.
+    # If one worker fewer started, the remaining work would take longer than a start, and longer than TARGET_S. With all
+    # that start, it takes at most the longer of these times, unless more workers are not allowed or would have no call.
     if start and ready + starting:
         left_s = queued * each_s - (ready + starting) * wake_s
         have = ready + starting + start
