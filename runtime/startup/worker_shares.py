@@ -81,9 +81,10 @@ class WorkerShares:
         return limit if limit is None else min(limit, self._owner_shares.get(owner, limit))
 
     def _limit(self, live: Live, share: int) -> None:
-        """Let a live revision have at most `share` workers."""
+        """Let a live revision have at most `share` workers, and a replaced one `scale.max`: it has no reports, but may have calls."""
         policy, revision = live.workers.revision.policy, live.workers.revision
-        if policy.scale.max == share or live.workers.phase is not Phase.LIVE:
+        share = share if live.workers.phase is Phase.LIVE else policy.settings.scale.max
+        if policy.scale.max == share:
             return
         scale = replace(policy.scale, max=share, elsewhere=policy.settings.scale.max - share)
         revision.dispatcher.limits.elsewhere = None
