@@ -268,9 +268,8 @@ class Invocation:
     def mark_sent(self, worker: str, batch_size: int, now_s: float, activation: Activation | None) -> None:
         """Set the worker. `activation` is its start if it has ended no invocation yet."""
         self.worker, self.batch_size = worker, batch_size
-        if activation is not None and activation.ready_s <= self.timeline.received_s:
-            activation = None
-        self.timeline.mark_sent(now_s, activation)
+        waited = activation is not None and activation.ready_s > self.timeline.received_s
+        self.timeline.mark_sent(now_s, activation if waited else None)
         if self.execution_s is not None:
             self.deadline_s = now_s + self.execution_s
 
