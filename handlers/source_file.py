@@ -21,8 +21,8 @@ MAX_SOURCE_BYTES = 1 << 20
 MAX_OWN_BYTES = 16 << 10
 """A longer file is parsed in a child."""
 MAX_NAME_CHARS, MAX_FACTS_CHARS = 200, 256 << 10
-"""A longer name is left out. A file that is parsed in a child, and whose facts have more characters as JSON, counts as one
-that cannot be parsed.
+"""A longer name is left out. A file that is parsed in a child counts as not parsable if its facts have more characters as
+JSON.
 """
 CHILD_S, CHILD_BYTES, NICENESS = 10, 1 << 30, 10
 """The child's limits of processor time and of memory, and its niceness."""

@@ -33,7 +33,7 @@ class Figures:
     """The figures of a tree.
 
     Boxes are the wings and the other parts of `runtime`, the packages beside it, and the files of the root. A box stands one floor
-    above the highest box that it imports. An arrow is a pair of boxes of which one imports the other, if only in a function or under TYPE_CHECKING.
+    above the highest box that it imports. An arrow is a pair of boxes. The first box imports the second one, also if only in a function or under TYPE_CHECKING.
     `load_cycles` are groups of modules that import each other when they are loaded. `import_cycles` count imports in functions
     and under TYPE_CHECKING, too. `small_modules` are under 70 lines and
     imported by exactly one other module. In OPEN_ROOMS each addition is a module of its own, so the modules there do not count.

@@ -22,7 +22,7 @@ Position: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
 
 
 class Choice(NamedTuple):
-    """A change at a place: change `number` of those that the operator makes there, and `occurrence` of those in the whole module."""
+    """A change at a place. `number` is its index among the operator's changes there, `occurrence` its index in the whole module."""
 
     operator: str
     number: int

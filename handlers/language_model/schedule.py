@@ -274,7 +274,7 @@ class StepSchedule:
 
 
 def _held(sequences: list[ScheduledSequence]) -> int:
-    """Return the tokens for which these rows need memory after the next step: as many for each row as for the longest one."""
+    """Return the tokens for which these rows need memory after the next step: each row needs as many as the longest row."""
     return len(sequences) * max((one.tokens + 1 for one in sequences), default=0)
 
 

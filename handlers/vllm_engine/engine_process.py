@@ -58,7 +58,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def missing_name() -> str | None:
-    """Return the first of NAMES that this vLLM lacks, or has without one of the parameters; None if it has all of them."""
+    """Return the first name of NAMES that this vLLM lacks, or whose parameters differ; None if there is no such name."""
     for name, parameters in NAMES.items():
         module, _, inner = name.partition(":")
         try:

@@ -186,7 +186,7 @@ class _Fetch:
             self.control.update(time.monotonic(), 0, 0.0, processors)
             while self._error is None and not self._ranges.idle:
                 if self.cancelled is not None and self.cancelled.is_set():
-                    raise Cancelled("The fetch was cancelled.", remedy="What has landed is kept.")
+                    raise Cancelled("The fetch was cancelled.", remedy="Chunks that have landed are kept.")
                 self._open_connections()
                 before_s = time.monotonic()
                 wait_s = self.control.next_update_s(before_s)

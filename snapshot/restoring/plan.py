@@ -241,7 +241,7 @@ class _Planner:
         return all(any(pattern.search(name) for pattern in self._ignore) for name in names)
 
     def skip(self, entry: _ModuleTensor) -> str:
-        """Record that the module has the tensor, so that it is not "unexpected", although this snapshot does not supply it. Return
+        """Record that the module has the tensor, although this snapshot does not supply it. A recorded tensor is not "unexpected". Return
         the tensor's name in this snapshot.
         """
         names = [self._stored[name].name for name in self._names_of(entry)]

@@ -22,7 +22,7 @@ from .import_watch import ImportWatch, lasting_thread_count, open_descriptors, w
 from .owners import owners, paths, reachable
 
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-# `Leftovers.reason` names at most this many leftovers, and at most this many things to move into `setup`.
+# The largest number of leftovers that `Leftovers.reason` names, and of things to move into `setup`.
 MOST_NAMED = 4
 MOST_CHARS = 200
 _UNKNOWN = "the handler's import or `build`"

@@ -32,8 +32,8 @@ class AccessWatch:
         keyring.current_until_s = time.time() + grace_s
         self._admitted = self._admitted_now()
         self._seen: int | None = None
-        """The generation whose keys and secrets are all in memory. It is None at first, so that the first `look` loads them again: they may
-        have changed since the caller loaded them.
+        """The generation whose keys and secrets are all in memory. It is None at first. The first `look` then loads keys and secrets again, which
+        may have changed since the caller loaded them.
         """
         self._warned: tuple[int | None] | None = None
         """A tuple of the generation for which errors were logged, where None means that it could not be read. None if the last `look` has

@@ -175,7 +175,7 @@ class DeployPolicies:
         return confined == (False, False) or (confined == (True, True) and one.name == other.name)
 
     def fault(self, settings: FunctionSettings, outside: Mapping[str, str], key_id: str) -> str:
-        """Return a text that says which policy forbids a function that was deployed with this key, and why; "" if none does."""
+        """Return a text that says which policy forbids a function that was deployed with this key, and why; "" if no policy forbids it."""
         for whose, policy in self._both(key_id):
             if found := list(policy.faults(settings, outside)):
                 return f"The policy of {whose} does not allow {settings.name}: {'; '.join(found)}."

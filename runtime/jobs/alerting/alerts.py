@@ -126,7 +126,7 @@ class FunctionAlerts:
             self._look(function, watch, time.monotonic())
 
     def report(self) -> dict[str, dict[str, Sequence[float | str]]]:
-        """Return what the other gateways must know of this gateway's calls, by function and condition."""
+        """Return the figures of this gateway's calls for the other gateways, by function and condition."""
         now_s = time.monotonic()
         told = {
             function: {one.name: found for one in watch.conditions if (found := one.report(now_s))}

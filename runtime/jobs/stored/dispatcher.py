@@ -31,7 +31,7 @@ from .job import Job, NewJob, new_job_id
 from .job_store import JobStore
 
 MIN_PREFETCH = 8
-"""At most this many submitted jobs wait for a worker, or as many as all workers run at a time if that is more."""
+"""The limit for submitted jobs that wait for a worker. If all workers run more jobs at a time, that number is the limit."""
 MAX_SUBMITTED = 1024
 """The most jobs of one function that are submitted at a time."""
 MAX_INPUT_BYTES = 256 << 20

@@ -121,8 +121,8 @@ class Prewarming:
         self._timer: asyncio.TimerHandle | None = None
         # The owner of each function.
         self._owners: dict[str, str] = {}
-        # The delays between calls of functions, by the owner of the functions. They are kept apart, so that calls of
-        # one owner's functions reveal nothing to other owners, and start no workers of other owners.
+        # The delays between calls of functions, by the owner of the functions. Calls of one owner's functions
+        # reveal nothing to other owners, and start no workers of other owners.
         self._upstreams: dict[str, Upstreams] = {}
         # By upstream function: the functions whose settings name it. Each call of the upstream function starts a worker
         # of each of them.

@@ -76,7 +76,7 @@ async def gateway(engine: Engine) -> AsyncIterator[Gateway]:
 
 
 def containers(state: Path, function: Function | None = None, *, every: bool = True) -> list[dict[str, Any]]:
-    """Return podman's list of the containers of a gateway, or of one of its functions; without `every`, of those that run."""
+    """Return podman's list of the containers of a gateway, or of one of its functions. Without `every`, leave out containers that do not run."""
     labels = {"gateway": str(state)} | ({"function": function.name} if function is not None else {})
     filters = [f"--filter=label=pilotflame.{name}={value}" for name, value in labels.items()]
     return list(json.loads(podman("ps", *(["-a"] if every else []), *filters, "--format", "json") or "[]"))
