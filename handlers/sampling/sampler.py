@@ -124,7 +124,7 @@ class Sampler:
         return self._grammar is not None and self._grammar.complete
 
     def choose(self, logits: Tensor) -> ChosenToken:
-        """Return the next token. `logits` has the shape (vocabulary,). Raise what makes a choice impossible."""
+        """Return the next token. `logits` has the shape (vocabulary,). Raise the error that makes a choice impossible."""
         (found,) = choose([self], logits[None])
         if isinstance(found, Exception):
             raise found

@@ -35,7 +35,7 @@ _READ = _EXECUTE | _READ_FILE | _READ_DIR
 # The first versions of Landlock that know the right to rename between folders, the right to truncate, and the signal
 # scope.
 _SINCE_REFER, _SINCE_TRUNCATE, SINCE_SCOPE = 2, 3, 6
-# From <linux/capability.h>: version 3 has two sets of three numbers.
+# From <linux/capability.h>. In version 3, `capset` takes two sets of three numbers: effective, permitted, inheritable.
 _CAPABILITY_HEADER, _CAPABILITY_VERSION, _CAPABILITY_BYTES = struct.Struct("=Ii"), 0x20080522, 24
 # The devices that a confined process can read and write. It cannot use other devices, such as disks.
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "dri", "kfd", "infiniband")

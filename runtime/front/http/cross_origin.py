@@ -84,7 +84,7 @@ class CrossOrigin:
 
     def _is_own(self, origin: str, host: str | None, site: str | None) -> bool:
         """Return True if this gateway has served the page. A proxy may have changed the scheme and the Host, so
-        the header `same-origin` of the browser may also count.
+        `Sec-Fetch-Site: same-origin` of the browser may also count.
         """
         proxied = site == "same-origin" and (_names_loopback(origin) or not self._is_open())
         return proxied or origin.partition("://")[2] == host

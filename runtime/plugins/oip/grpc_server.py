@@ -238,8 +238,8 @@ class GrpcServer(grpc.GenericRpcHandler):
         places = asyncio.Semaphore(MOST_STREAMED)
         first: Admitted | None = admitted
         try:
-            # Otherwise gRPC would send the metadata with the first response, and if that write is cancelled, it would send no
-            # status.
+            # Send the metadata now. gRPC would send it with the first response, and send no status if that write were
+            # cancelled.
             await call.context.send_initial_metadata(())
             async with self._backend.endless.limited(call.caller), asyncio.TaskGroup() as tasks:
                 while (sent := await self._next_request(call)) is not grpc.aio.EOF:
