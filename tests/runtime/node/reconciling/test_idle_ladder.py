@@ -59,9 +59,10 @@ async def idle(gateway: Gateway, function: Function, rung: str) -> dict[str, Any
     """Wait until an idle period has begun, and return the status then."""
 
     async def so() -> bool:
-        return history_of(gateway, function).ladder.next_step is not None
+        # A plan may have no further step: if starts take long, it keeps the worker for good.
+        return history_of(gateway, function).ladder.watch.period is not None
 
-    await until(so, "a plan")
+    await until(so, "an idle period")
     status = await function.status()
     assert status["rung"] == rung
     return status
