@@ -1,5 +1,7 @@
-"""Recognises web apps: an object `app` that FastAPI, Starlette or Flask has made, or the app that
-the key `asgi` or `wsgi` in pilotflame.toml names.
+"""Recognises web apps.
+
+A web app is an object `app` that FastAPI, Starlette or Flask has made, or the app that the key `asgi` or `wsgi` in
+pilotflame.toml names.
 """
 
 from __future__ import annotations
