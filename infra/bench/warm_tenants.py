@@ -1,5 +1,6 @@
-"""Two tenants of one worker: one sends 50 times the load of the other. Measures what the callers of the small
-tenant notice.
+"""Two tenants of one worker: one sends 50 times the load of the other.
+
+Measures what the callers of the small tenant notice.
 
 Part of `make bench-warm`. Turns of the small tenant alone alternate with turns beside the large tenant.
 Percentiles are of all rounds.

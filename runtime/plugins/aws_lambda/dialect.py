@@ -1,5 +1,6 @@
-"""Recognises AWS Lambda's handlers: `lambda_handler`, or `handler(event, context)` in a file whose name is usual
-for Lambda. `FILES` lists these names.
+"""Recognises AWS Lambda's handlers.
+
+A handler is `lambda_handler`, or `handler(event, context)` in a file whose name is usual for Lambda. `FILES` lists these names.
 """
 
 from __future__ import annotations
