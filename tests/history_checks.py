@@ -306,7 +306,7 @@ class Checks:
             # The next look comes when the revision goes live, in a moment. A signal may have arrived before.
             return True
         if one.events.unrecovered and (one.replicas.ready or not self._dead_starts[one.key]):
-            # This look reacts to the death of a worker a moment before the regular one does.
+            # A worker has died. The look for this death comes a moment before the regular look.
             return True
         within_s = max(one.revision.policy.scale.scale_down_s / CHECKS, MIN_RECHECK_S) if busy else QUIET_S
         if busy and one.observed.seen.load is not None:
@@ -395,8 +395,7 @@ class Checks:
     def _fits(self, need: GpuNeed, others: list[tuple[RevisionWorkers, int]]) -> bool:
         gpus = self.node.reconciler.gpus.gpus
         if any(kept and each.gpu_need is not None for each, kept in others):
-            # This check does not know which GPUs these workers use, so it assumes that there is no free
-            # memory.
+            # The GPUs of these workers are unknown here. Assume that no GPU has free memory.
             return False
         return place(gpus, [], need) is not None
 

@@ -106,7 +106,7 @@ def respond(status: int, **headers: str) -> Callable[[web.Request], Awaitable[we
 
 
 class Watched(Database):
-    """A database that tells tests of each write, so that they need not sleep."""
+    """A database that tells tests of each write. Without it, tests would have to sleep."""
 
     async def write(self, change: Change[T]) -> T:
         result = await super().write(change)

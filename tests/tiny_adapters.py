@@ -42,7 +42,7 @@ def targets_of(module: PreTrainedModel) -> list[str]:
     }
     left_out = {"lm_head", "embed_out"}
     if any("expert" in name for name, _ in module.named_modules()):
-        # The layers of all experts share a tensor, so leave them out.
+        # Leave out layers whose weights are parts of one tensor.
         left_out |= {"gate", "router", "gate_proj", "up_proj", "down_proj"}
     if module.config.model_type == "opt":
         # OPT joins the rows before these layers, and peft needs separate rows.

@@ -81,7 +81,7 @@ class WorkerShares:
         return limit if limit is None else min(limit, self._owner_shares.get(owner, limit))
 
     def _limit(self, live: Live, share: int) -> None:
-        """Let a live revision have at most `share` workers, and a replaced one `scale.max`: it has no reports, but may have calls."""
+        """Let a live revision have at most `share` workers. A replaced revision, which the reports leave out, may have `scale.max`."""
         policy, revision = live.workers.revision.policy, live.workers.revision
         share = share if live.workers.phase is Phase.LIVE else policy.settings.scale.max
         if policy.scale.max == share:

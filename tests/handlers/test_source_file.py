@@ -59,7 +59,7 @@ def test_a_long_file_takes_no_memory_of_this_process(tmp_path: Path, line: str) 
 
 
 def test_long_names_make_no_long_facts(tmp_path: Path) -> None:
-    """Each call in the facts has the full name of its package, so many calls of a long name make long facts."""
+    """Facts repeat the full name of a package for each call. A long name and 5,000 calls would make long facts."""
     many = "".join(f"x.Q{number}()\n" for number in range(5_000))
     assert read(tmp_path, f"import {'a' * 2500} as x\n{many}") is not None
     assert read(tmp_path, f"import {'a' * 150} as x\n{many}") is None

@@ -260,8 +260,8 @@ def _print_ended(job: dict[str, Any], *, output: bool = True) -> None:
     if job["status"] != JobState.COMPLETED:
         why = PilotflameError.from_wire(job["error"]) if "error" in job else ""
         after = f" after {display.counted(job['attempts'], 'attempt')}" if job["attempts"] > 1 else ""
-        more = _more(job) if "error" in job else ""
-        display.say(" ".join(f"error: {job['id']} is {job['status']}{after}. {why} {more}".split()))
+        told = f"{why}".rstrip(".") + f"; {_more(job)}" if "error" in job else ""
+        display.say(" ".join(f"error: {job['id']} is {job['status']}{after}. {told}".split()))
         raise click.exceptions.Exit(exit_codes.NOT_COMPLETED)
     if output:
         display.print_answer(_output(job))

@@ -163,8 +163,7 @@ class GpuBookings:
     def note_parked(self, replica: Replica, freed_bytes: int, kept: MemoryByGpu) -> None:
         """Learn that a worker has parked, and how much memory it keeps.
 
-        A worker without a snapshot could not bring its weights back. So it frees nothing when it parks, and its booking
-        does not change.
+        A worker without a snapshot could not bring its weights back. Such a worker frees nothing, and keeps its booking.
         """
         held = self.of(replica)
         if held is None or replica.state is not ReplicaState.PARKED:

@@ -165,7 +165,7 @@ def test_a_bad_word_also_has_its_tokens_after_a_space() -> None:
     for word in ("war", " war"):
         found = words(GenerationRequest(prompt="a", bad_words=(word,)))
         assert found == [[number["war"]], [number[" war"]]]
-    # With a space before it, this word has one token more, so that form is not forbidden.
+    # The form with a space before the word is not forbidden, because it has one token more.
     assert words(GenerationRequest(prompt="a", bad_words=("it",))) == [[number["i"], number["t"]]]
     assert words(GenerationRequest(prompt="a", bad_words=(" ",))) == []
 

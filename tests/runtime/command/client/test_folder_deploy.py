@@ -76,7 +76,7 @@ def test_a_gateway_that_does_not_see_the_folder_is_sent_what_it_lacks(
         # All revisions share one file with the weights on the gateway's disk.
         copies = list((state / "functions/far-off").glob("r*/code/model.bin"))
         assert len({copy.stat().st_ino for copy in copies}) == 1 < len(copies)
-        # A new command sends as little, although it does not know the function's name at first.
+        # A new command also sends only the changed files, although it does not know the function's name at first.
         answering(folder, 3)
         again = FolderDeploy(client, FunctionSource(folder), upload=False, check=False)
         assert largest(again) < 10_000

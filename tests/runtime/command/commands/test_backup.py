@@ -103,7 +103,7 @@ async def test_a_backup_has_what_was_decided_and_used(state: Path, tmp_path: Pat
         function = await gateway.deploy(ECHO, name="kept")
         await function.answer(1)
         found = await histories(gateway.client)
-        # The gateway writes its rows before it reads them, so the backup has them all.
+        # The gateway writes all rows before the histories are read. So the backup has all rows.
         assert await command("backup", file, "--state-dir", state) == 0
     with short_folder() as folder:
         # The command makes missing folders.
