@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from pilotflame.runtime.node.functions import shared_revisions
 from pilotflame.runtime.node.functions.revision_record import RevisionRecord
 from pilotflame.runtime.node.functions.store import Store
 from pilotflame.runtime.node.packaging.code import pack
+from pilotflame.snapshot.format import compared
 from postgres import PostgresServer, new_schema
 from safetensors.numpy import save_file
 from shared_gateways import Group, Shared
@@ -391,12 +391,14 @@ async def test_what_cannot_be_published_is_not_live_anywhere(pair: Pair, monkeyp
     assert len(list((pair.one.gateway.state / "functions" / "unlucky").glob("r*"))) == 1
 
 
-async def test_uploaded_weights_travel_with_the_code_and_others_are_refused(pair: Pair, tmp_path: Path):
+async def test_uploaded_weights_travel_with_the_code_and_others_are_refused(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # A file that was written a moment ago has no version. This also counts for the weights that an upload writes.
+    monkeypatch.setattr(compared, "_TICK_NS", 0)
     code, weights = tmp_path / "code", tmp_path / "code" / "weights"
     weights.mkdir(parents=True)
     save_file({"a": np.arange(600_000, dtype=np.float32)}, weights / "model.safetensors")
-    # The archive has times in whole seconds. A file that was changed less than two seconds ago has no version.
-    os.utime(weights / "model.safetensors", (1.0, 1.0))
     (weights / "config.json").write_text("{}")
     (code / "handler.py").write_text(
         "import os\ndef handler(event):\n    return sorted(os.listdir('weights'))"
